@@ -1,0 +1,293 @@
+"""Configuration: frozen structs, units in the names, limits in the types.
+
+A value is taken from, in this order: a keyword or command-line flag, the environment
+(``P2PKV_<FIELD>``), a TOML file, the default. A wrong one raises ConfigError, which names the
+field, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta as Limit
+
+from p2pkv.errors import ConfigError
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+Name = Annotated[str, Limit(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Positive = Annotated[float, Limit(gt=0)]
+Bytes = Annotated[int, Limit(ge=0)]
+Port = Annotated[int, Limit(ge=0, le=65535)]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the protocol, enforced by both sides before anything is allocated."""
+
+    key_bytes_max: Annotated[int, Limit(ge=1, le=1024)] = 1024
+    value_bytes_max: Annotated[int, Limit(ge=1)] = 1 * GiB
+    batch_keys_max: Annotated[int, Limit(ge=1, le=65536)] = 16384
+    """Keys in one message; a larger batch of the caller's goes out as several."""
+    head_bytes_max: Annotated[int, Limit(ge=4 * KiB)] = 32 * MiB
+    """The MessagePack part of a message: at least batch_keys_max × (key_bytes_max + 16)."""
+    message_bytes_max: Annotated[int, Limit(ge=1 * MiB)] = 64 * MiB
+    """Value bytes in one message; a larger value goes in pieces (alloc, write, commit)."""
+    inflight_max: Annotated[int, Limit(ge=1, le=4096)] = 64
+    """Requests that one session may have under way (its credit)."""
+    scan_keys_max: Annotated[int, Limit(ge=1, le=65536)] = 4096
+
+
+class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to reach the authority."""
+
+    endpoints: tuple[str, ...] = ("http://127.0.0.1:2379",)
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    user: str = ""
+    password: str = ""
+    attempt_timeout_s: Positive = 1.0
+    """One try at one endpoint; then the next endpoint is asked."""
+    total_timeout_s: Positive = 8.0
+    session_ttl_s: Annotated[int, Limit(ge=2, le=3600)] = 5
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node. Sizes in bytes, times in seconds."""
+
+    cluster: Name = "default"
+    node_id: Name = msgspec.field(default_factory=lambda: socket.gethostname()[:64])
+    etcd: EtcdConfig = EtcdConfig()
+    limits: Limits = Limits()
+
+    # -- network
+    bind: str = "127.0.0.1"
+    """Address to listen on (IPv4 or IPv6). Anything but loopback needs ``insecure``."""
+    control_port: Port = 0
+    """0: any free port; the real one is published."""
+    advertise: str = ""
+    """Address that others connect to, if it is not ``bind`` (required with a wildcard bind)."""
+    insecure: bool = False
+    """Listen beyond loopback although no keys are configured."""
+
+    # -- placement
+    weight: Annotated[float, Limit(ge=0, le=1000)] = 1.0
+    host: str = msgspec.field(default_factory=socket.gethostname)
+    zone: str = ""
+
+    # -- fixed at the cluster's creation
+    bucket_count: Annotated[int, Limit(ge=1, le=65536)] = 1024
+
+    # -- memory
+    memory_limit_bytes: Annotated[int, Limit(ge=1 * MiB)] = 1 * GiB
+    metadata_limit_bytes: Bytes = 0
+    """Bound for keys and index. 0: 1/8 of memory_limit_bytes, at least 16 MiB."""
+    hard_pin_quota: Annotated[float, Limit(ge=0, le=1)] = 0.25
+    """Share of memory_limit_bytes that hard-pinned objects may take."""
+    huge_pages: bool = False
+    prefault: bool = False
+
+    # -- sessions
+    session_ttl_s: Positive = 30.0
+    """A session that sends nothing for so long ends: its allocations, tokens and pins go."""
+    alloc_deadline_s: Positive = 30.0
+    """An allocation that is neither written nor committed for so long is taken back."""
+    read_deadline_s: Positive = 30.0
+    """A transfer token that is not used for so long is taken back."""
+    sessions_max: Annotated[int, Limit(ge=1)] = 4096
+
+    # -- moving buckets
+    moves_max: Annotated[int, Limit(ge=1, le=64)] = 2
+    """Buckets that one node hands over at the same time."""
+    move_bytes_per_s: Annotated[int, Limit(ge=1)] = 512 * MiB
+    drain_timeout_s: Positive = 120.0
+    """How long SIGTERM waits for the buckets to be handed over."""
+
+    # -- trouble with etcd (design, section 6.4)
+    fence_after_s: Positive = 10.0
+    peer_contact_s: Positive = 5.0
+    reset_after_s: Positive = 20.0
+    """Must exceed fence_after_s: the owner fences itself before anybody starts its buckets anew."""
+    heartbeat_s: Positive = 0.5
+    etcd_loss: Annotated[str, Limit(pattern="^(serve|fence)$")] = "serve"
+
+    def __post_init__(self) -> None:
+        if self.bucket_count & (self.bucket_count - 1):
+            raise _error("bucket_count", self.bucket_count, "a power of two")
+        if self.reset_after_s <= self.fence_after_s:
+            raise _error("reset_after_s", self.reset_after_s, f"more than {self.fence_after_s} s")
+        address = _address("bind", self.bind)
+        if self.advertise:
+            _address("advertise", self.advertise)
+        elif address.is_unspecified:
+            raise _error("advertise", "", f"an address, since bind is {self.bind}")
+        if not address.is_loopback and not self.insecure:
+            raise _error("bind", self.bind, "a loopback address, unless insecure is set")
+
+    @property
+    def advertised(self) -> str:
+        return self.advertise or self.bind
+
+    @property
+    def metadata_bytes(self) -> int:
+        return self.metadata_limit_bytes or max(16 * MiB, self.memory_limit_bytes // 8)
+
+
+class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One client. Give ``etcd`` or ``seeds``."""
+
+    cluster: Name = "default"
+    etcd: EtcdConfig | None = None
+    seeds: tuple[str, ...] = ()
+    """Control endpoints of some nodes, e.g. ``tcp://10.0.0.7:4711``."""
+    timeout_s: Positive = 5.0
+    limits: Limits = Limits()
+    connections_max: Annotated[int, Limit(ge=1, le=1024)] = 64
+    """Threads that may use one Client at the same time; more wait for their turn."""
+
+    def __post_init__(self) -> None:
+        if (self.etcd is None) == (not self.seeds):
+            raise _error("seeds", self.seeds, "either seeds or etcd_endpoints, not both or none")
+
+
+def _error(field: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{field} = {value!r}: must be {allowed}")
+
+
+def _address(field: str, value: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        return ipaddress.ip_address(value)
+    except ValueError:
+        raise _error(field, value, "an IPv4 or IPv6 address") from None
+
+
+S = TypeVar("S", NodeConfig, ClientConfig)
+
+
+def load(
+    kind: type[S],
+    flags: Mapping[str, Any],
+    file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> S:
+    """Compose a configuration from a TOML file, the environment and flags (strongest last).
+
+    ``flags`` has dotted names (``etcd.endpoints``); None means "not given". The environment has
+    ``P2PKV_`` names with ``__`` for the dot (``P2PKV_ETCD__ENDPOINTS=http://a:1,http://b:1``).
+    Raises ConfigError.
+    """
+    tree: dict[str, Any] = _read_toml(file) if file else {}
+    for name, value in (environ if environ is not None else os.environ).items():
+        if name.startswith("P2PKV_"):
+            path = name.removeprefix("P2PKV_").lower().split("__")
+            if _leaf_type(kind, path) is not None:
+                _put(tree, path, value)
+    for name, value in flags.items():
+        if value is not None:
+            _put(tree, name.split("."), value)
+    return build(kind, tree)
+
+
+def build(kind: type[S], tree: Mapping[str, Any]) -> S:
+    """Validate a tree of plain values. Raises ConfigError."""
+    _split_lists(kind, tree)
+    try:
+        return msgspec.convert(tree, kind, strict=False)
+    except msgspec.ValidationError as e:
+        cause = e.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(_explain(str(e), tree)) from None
+
+
+def replace(config: S, **changes: Any) -> S:
+    """A copy with other values, validated."""
+    tree = msgspec.to_builtins(config)
+    for name, value in changes.items():
+        _put(tree, name.split("."), msgspec.to_builtins(value))
+    return build(type(config), tree)
+
+
+def _read_toml(file: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"configuration file {str(file)!r}: {e}") from None
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"configuration file {str(file)!r} is not TOML: {e}") from None
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        child = tree.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{name} = {child!r}: must be a table")
+        tree = child
+    tree[path[-1]] = value
+
+
+def _leaf_type(kind: Any, path: list[str]) -> Any:
+    for name in path:
+        kind = _struct(kind)
+        hints = get_type_hints(kind, include_extras=True) if kind else {}
+        if name not in hints:
+            return None
+        kind = hints[name]
+    return kind
+
+
+def _struct(kind: Any) -> Any:
+    options = get_args(kind) if get_origin(kind) is not None else (kind,)
+    return next((k for k in options if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
+
+
+def _split_lists(kind: Any, tree: Any) -> None:
+    """``a,b`` from the environment or a flag becomes a list where the field is a tuple."""
+    if not isinstance(tree, dict):
+        return
+    for name, value in tree.items():
+        hint = _leaf_type(kind, [name])
+        if isinstance(value, str) and get_origin(hint) is tuple:
+            tree[name] = [part for part in value.split(",") if part]
+        elif isinstance(value, dict):
+            _split_lists(hint, value)
+
+
+def _explain(message: str, tree: Mapping[str, Any]) -> str:
+    text, _, place = message.partition(" - at `$.")
+    path = place.rstrip("`").split("[")[0]
+    value: Any = tree
+    for name in path.split(".") if path else []:
+        value = value.get(name) if isinstance(value, Mapping) else value
+    return f"{path} = {value!r}: {text[0].lower()}{text[1:]}" if path else text
+
+
+def local(**changes: Any) -> NodeConfig:
+    """A node for trying things out on one machine."""
+    return build(NodeConfig, {"memory_limit_bytes": 256 * MiB, **_nest(changes)})
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        _put(tree, name.split("."), msgspec.to_builtins(value))
+    return tree
+
+
+__all__ = [
+    "ClientConfig",
+    "EtcdConfig",
+    "Limits",
+    "NodeConfig",
+    "build",
+    "load",
+    "local",
+    "replace",
+]

@@ -1,0 +1,88 @@
+"""What stands in etcd, and the guard under which it may change. Pure.
+
+One cluster's keys, under ``/p2pkv/<cluster>/``::
+
+    meta          Meta           written once, at the cluster's creation
+    nodes/<id>    NodeRecord     under the node's session: there while the process keeps it alive
+    boots/<id>    decimal        highest boot ever registered, never deleted
+    buckets/<b>   BucketRecord   who owns the bucket; token: mod_revision
+    planner       Member         under a session: the one node that plans placement
+
+Values are JSON, so that ``etcdctl get --prefix`` is readable when nothing else works.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
+
+FORMAT_VERSION = 1
+
+
+class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The parameters that are fixed when a cluster is created."""
+
+    format_version: int = FORMAT_VERSION
+    bucket_count: int
+    hash_scheme: str
+    replication_factor: int = 1
+    min_in_sync: int = 1
+    fingerprint: str
+    """Random; tells a cluster that was deleted and made again from its predecessor."""
+
+
+class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A running node: how to reach it and what it can carry."""
+
+    boot: BootId
+    control: tuple[str, ...]
+    """ZeroMQ endpoints for requests, best first, e.g. ``tcp://10.0.0.7:4711``, ``tcp://[::1]:4711``."""
+    gossip: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    public_key: str = ""
+    weight: float = 1.0
+    host: str = ""
+    zone: str = ""
+    capacity_bytes: int = 0
+    draining: bool = False
+    """The node wants to leave: it takes no bucket and gives its own away."""
+
+
+class BucketRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who owns a bucket. ``epoch`` rises with every change of ``primary`` or ``generation``."""
+
+    epoch: Epoch
+    generation: int
+    """Rises when the bucket starts again empty, because all copies were lost."""
+    primary: Member
+    in_sync: tuple[Member, ...]
+    eligible: tuple[Member, ...] = ()
+    assigned: tuple[NodeId, ...]
+    """Where the planner wants the copies, primary first. The owner moves them there."""
+
+
+class Versioned(msgspec.Struct, frozen=True):
+    """A bucket's record and the token that guards its next change."""
+
+    record: BucketRecord
+    mod_revision: Revision
+
+
+class BucketChange(msgspec.Struct, frozen=True):
+    """Put ``record`` if the bucket's ``mod_revision`` still is ``expected`` (0: does not exist)."""
+
+    bucket: BucketId
+    expected: Revision
+    record: BucketRecord
+
+
+class View(msgspec.Struct, kw_only=True):
+    """Everything of one cluster at one revision."""
+
+    revision: Revision = Revision(0)
+    meta: Meta | None = None
+    nodes: dict[NodeId, NodeRecord] = msgspec.field(default_factory=dict)
+    boots: dict[NodeId, BootId] = msgspec.field(default_factory=dict)
+    buckets: dict[BucketId, Versioned] = msgspec.field(default_factory=dict)
+    planner: Member | None = None
