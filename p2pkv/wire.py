@@ -1,0 +1,507 @@
+"""Messages as values, and their frames. Pure.
+
+A message is one *head* frame and any number of *payload* frames::
+
+    head     version u8 · kind u8 · flags u16 · request id u64 · ring revision u64 · MessagePack
+    payload  value bytes, back to back or at the stated positions; a value never spans two frames
+
+Head and body travel in one frame because each frame costs a small message about two microseconds.
+The ring revision of a reply tells the client that its table is old without a field in every body.
+
+Nothing is allocated by an announced size: a body is checked while it is decoded (types, lengths,
+unknown fields refused), and positions in payloads are checked against the frames that came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from struct import Struct
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta as Limit
+
+from p2pkv.errors import ProtocolError
+from p2pkv.types import Member
+
+VERSION = 1
+PREFIX = Struct("<BBHQQ")
+PREFIX_BYTES = PREFIX.size
+
+Buffer = memoryview | bytes | bytearray
+
+KEY_BYTES_MAX = 1024
+BATCH_KEYS_MAX = 65536
+Key = Annotated[bytes, Limit(min_length=1, max_length=KEY_BYTES_MAX)]
+Keys = Annotated[list[Key], Limit(max_length=BATCH_KEYS_MAX)]
+Size = Annotated[int, Limit(ge=0, lt=1 << 62)]
+Sizes = Annotated[list[Size], Limit(max_length=BATCH_KEYS_MAX)]
+Ids = Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
+Bucket = Annotated[int, Limit(ge=0, lt=BATCH_KEYS_MAX)]
+Prefix = Annotated[bytes, Limit(max_length=KEY_BYTES_MAX)]
+Name = Annotated[str, Limit(max_length=256)]
+
+
+class Status(IntEnum):
+    """The outcome of an operation for one key."""
+
+    OK = 0
+    MISS = 1
+    NOT_PRIMARY = 2
+    """Ask for the ring and go to the bucket's owner."""
+    MOVING = 3
+    """The bucket is being handed over; ask again in a moment."""
+    STALLED = 4
+    """The owner may not serve at the moment."""
+    EXISTS = 5
+    OUT_OF_MEMORY = 6
+    QUOTA = 7
+    TOO_LARGE = 8
+    CONFLICT = 9
+    CORRUPT = 10
+    INVALID = 11
+    INDETERMINATE = 12
+
+
+class Kind(IntEnum):
+    """What a message is. A request is answered by the kind named in ``ANSWERS`` or by ERROR."""
+
+    ERROR = 0
+    HELLO = 1
+    WELCOME = 2
+    BYE = 3
+    PING = 4
+    PONG = 5
+    GET = 10
+    PUT = 11
+    EXISTS = 12
+    MATCH = 13
+    DELETE = 14
+    ALLOC = 20
+    WRITE = 21
+    COMMIT = 22
+    ABORT = 23
+    OPEN = 24
+    READ = 25
+    RELEASE = 26
+    SCAN = 30
+    DELETE_RANGE = 31
+    PIN = 32
+    UNPIN = 33
+    EXPIRE = 34
+    STATS = 35
+    ROUTES = 36
+    DRAIN = 37
+    VALUES = 50
+    STATUSES = 51
+    MATCHED = 52
+    ALLOCATED = 53
+    OPENED = 54
+    PAGE = 55
+    DELETED = 56
+    NODE_STATS = 57
+    TABLE = 58
+    SNAPSHOT = 70
+    SNAPSHOT_ACK = 71
+    HEARTBEAT = 80
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of all message bodies."""
+
+
+class Empty(Body, frozen=True):
+    pass
+
+
+class Fault(IntEnum):
+    """Why a whole request was refused."""
+
+    NO_SESSION = 1
+    BAD_REQUEST = 2
+    VERSION = 3
+    CLUSTER = 4
+    SESSIONS_MAX = 5
+    NOT_READY = 6
+    INTERNAL = 7
+
+
+class Error(Body, frozen=True):
+    fault: int
+    message: Annotated[str, Limit(max_length=1024)]
+
+
+class Hello(Body, frozen=True):
+    """First message of a session. The session's id is the socket's routing id."""
+
+    cluster: Name
+    member: Member | None = None
+    """Set when a node speaks."""
+
+
+class Welcome(Body, frozen=True):
+    member: Member
+    session_ttl_ms: int
+    limits: dict[Name, int]
+
+
+class Get(Body, frozen=True):
+    keys: Keys
+
+
+class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a put stores. The same for all keys of one message."""
+
+    if_absent: bool = False
+    write_once: bool = False
+    soft_pin: bool = False
+    hard_pin: bool = False
+    ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)] = 0
+    """0: for ever."""
+
+
+class Put(Body, frozen=True):
+    """Payload: the values packed back to back."""
+
+    keys: Keys
+    sizes: Sizes
+    options: PutOptions
+
+
+class Exists(Body, frozen=True):
+    keys: Keys
+
+
+class Match(Body, frozen=True):
+    keys: Keys
+
+
+class Delete(Body, frozen=True):
+    keys: Keys
+
+
+class Alloc(Body, frozen=True):
+    keys: Keys
+    sizes: Sizes
+    options: PutOptions
+
+
+class Write(Body, frozen=True):
+    """Payload: bytes for allocation ``id`` from ``offset`` on."""
+
+    id: int
+    offset: Size
+
+
+class Commit(Body, frozen=True):
+    ids: Ids
+
+
+class Abort(Body, frozen=True):
+    ids: Ids
+
+
+class Open(Body, frozen=True):
+    keys: Keys
+
+
+class Read(Body, frozen=True):
+    token: int
+    offset: Size
+    length: Size
+
+
+class Release(Body, frozen=True):
+    tokens: Ids
+
+
+class Scan(Body, frozen=True):
+    """Keys with ``prefix`` of these buckets, in order of bucket list and key, after ``after``.
+
+    ``after`` concerns the first bucket only.
+    """
+
+    buckets: Annotated[list[Bucket], Limit(min_length=1, max_length=BATCH_KEYS_MAX)]
+    after: Prefix
+    prefix: Prefix
+    limit: Annotated[int, Limit(ge=1, le=BATCH_KEYS_MAX)]
+
+
+class DeleteRange(Body, frozen=True):
+    buckets: Annotated[list[Bucket], Limit(min_length=1, max_length=BATCH_KEYS_MAX)]
+    prefix: Prefix
+    limit: Annotated[int, Limit(ge=1, le=BATCH_KEYS_MAX)]
+
+
+class Pin(Body, frozen=True):
+    """Keeps keys from eviction for ``ttl_ms``, at most as long as the session lives."""
+
+    keys: Keys
+    ttl_ms: Annotated[int, Limit(ge=1, lt=1 << 53)]
+
+
+class Unpin(Body, frozen=True):
+    keys: Keys
+
+
+class Expire(Body, frozen=True):
+    keys: Keys
+    ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)]
+
+
+class Routes(Body, frozen=True):
+    """Asks for the ring, unless it is still at ``revision``."""
+
+    revision: int
+
+
+class Values(Body, frozen=True):
+    """Payload: the values. ``statuses`` empty: all OK. ``starts`` empty: packed back to back."""
+
+    statuses: bytes
+    sizes: Sizes
+    starts: Sizes
+
+
+class Statuses(Body, frozen=True):
+    """One status byte per key; empty: all OK."""
+
+    statuses: bytes
+
+
+class Matched(Body, frozen=True):
+    """The first ``count`` keys are there; ``status`` says why it ended at the next."""
+
+    count: int
+    status: int
+
+
+class Allocated(Body, frozen=True):
+    """``ids``, ``offsets`` in the arena; 0 where ``statuses`` is not OK."""
+
+    statuses: bytes
+    ids: Ids
+    offsets: Sizes
+
+
+class Opened(Body, frozen=True):
+    statuses: bytes
+    tokens: Ids
+    sizes: Sizes
+
+
+class Page(Body, frozen=True):
+    """``finished`` buckets from the start are through; ``status`` tells of the next one."""
+
+    keys: Keys
+    sizes: Sizes
+    finished: int
+    status: int
+
+
+class Deleted(Body, frozen=True):
+    count: int
+    finished: int
+    status: int
+
+
+class Table(Body, frozen=True):
+    """The ring as clients need it. ``owners[b]`` indexes ``members``; -1: no owner."""
+
+    fingerprint: Name
+    revision: int
+    bucket_count: int
+    members: list[Member]
+    endpoints: list[tuple[Name, ...]]
+    owners: Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
+    generations: Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
+
+
+class NodeStats(Body, frozen=True):
+    """What one node says of itself. Names of figures end in their unit."""
+
+    member: Member
+    labels: dict[str, str]
+    figures: dict[str, float]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One object of a bucket that moves; ``size`` -1: the key is gone."""
+
+    key: Key
+    size: Annotated[int, Limit(ge=-1, lt=1 << 62)]
+    ttl_ms: int = 0
+    flags: int = 0
+    checksum: int = 0
+    start: int = 0
+    """Position of this piece in the value, for values larger than one message."""
+    piece: int = -1
+    """Bytes of the value in this message; -1: all."""
+
+
+class Snapshot(Body, frozen=True):
+    """A piece of a bucket, from its owner to its next owner. Payload: the values."""
+
+    bucket: Bucket
+    epoch: int
+    nonce: int
+    seq: int
+    entries: Annotated[list[Entry], Limit(max_length=BATCH_KEYS_MAX)]
+    last: bool = False
+
+
+class SnapshotAck(Body, frozen=True):
+    bucket: Bucket
+    nonce: int
+    seq: int
+    status: int
+    dropped: int = 0
+    """Objects that found no room."""
+
+
+BODIES: dict[Kind, type[Body]] = {
+    Kind.ERROR: Error,
+    Kind.HELLO: Hello,
+    Kind.WELCOME: Welcome,
+    Kind.BYE: Empty,
+    Kind.PING: Empty,
+    Kind.PONG: Empty,
+    Kind.GET: Get,
+    Kind.PUT: Put,
+    Kind.EXISTS: Exists,
+    Kind.MATCH: Match,
+    Kind.DELETE: Delete,
+    Kind.ALLOC: Alloc,
+    Kind.WRITE: Write,
+    Kind.COMMIT: Commit,
+    Kind.ABORT: Abort,
+    Kind.OPEN: Open,
+    Kind.READ: Read,
+    Kind.RELEASE: Release,
+    Kind.SCAN: Scan,
+    Kind.DELETE_RANGE: DeleteRange,
+    Kind.PIN: Pin,
+    Kind.UNPIN: Unpin,
+    Kind.EXPIRE: Expire,
+    Kind.STATS: Empty,
+    Kind.ROUTES: Routes,
+    Kind.DRAIN: Empty,
+    Kind.VALUES: Values,
+    Kind.STATUSES: Statuses,
+    Kind.MATCHED: Matched,
+    Kind.ALLOCATED: Allocated,
+    Kind.OPENED: Opened,
+    Kind.PAGE: Page,
+    Kind.DELETED: Deleted,
+    Kind.NODE_STATS: NodeStats,
+    Kind.TABLE: Table,
+    Kind.SNAPSHOT: Snapshot,
+    Kind.SNAPSHOT_ACK: SnapshotAck,
+}
+
+MUTATING = frozenset(
+    {Kind.PUT, Kind.DELETE, Kind.COMMIT, Kind.DELETE_RANGE, Kind.PIN, Kind.UNPIN, Kind.EXPIRE}
+)
+"""Requests that must not run twice: their answers are kept for a retry."""
+
+_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    int(kind): msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()
+}
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Head(msgspec.Struct, frozen=True, gc=False):
+    """A decoded head frame."""
+
+    kind: int
+    request: int
+    revision: int
+    body: Any
+
+
+def encode(kind: Kind, request: int, revision: int, body: Body) -> bytes:
+    """The head frame of a message."""
+    return PREFIX.pack(VERSION, kind, 0, request, revision) + _encoder.encode(body)
+
+
+def peek(frame: Buffer) -> tuple[int, int, int]:
+    """(version, kind, request id) of a head frame, whatever its version. Raises ProtocolError."""
+    if len(frame) < PREFIX_BYTES:
+        raise ProtocolError(f"a head of {len(frame)} bytes is shorter than {PREFIX_BYTES}")
+    version, kind, _, request, _ = PREFIX.unpack_from(frame)
+    return version, kind, request
+
+
+def decode(frame: Buffer, head_bytes_max: int) -> Head:
+    """Check and decode a head frame. Raises ProtocolError."""
+    if len(frame) > head_bytes_max:
+        raise ProtocolError(f"a head of {len(frame)} bytes is over {head_bytes_max}")
+    if len(frame) < PREFIX_BYTES:
+        raise ProtocolError(f"a head of {len(frame)} bytes is shorter than {PREFIX_BYTES}")
+    version, kind, _, request, revision = PREFIX.unpack_from(frame)
+    if version != VERSION:
+        raise ProtocolError(f"protocol version {version}; this is version {VERSION}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown message kind {kind}")
+    try:
+        body = decoder.decode(memoryview(frame)[PREFIX_BYTES:])
+    except (msgspec.MsgspecError, RecursionError) as e:
+        raise ProtocolError(f"{Kind(kind).name}: {e}") from None
+    return Head(kind, request, revision, body)
+
+
+def packed(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[memoryview]:
+    """Views of values that lie back to back, none across a frame's end. Raises ProtocolError."""
+    views: list[memoryview] = []
+    rest = iter(frames)
+    view, at, end = memoryview(b""), 0, 0
+    for size in sizes:
+        if size and at + size > end:
+            if at != end:
+                raise ProtocolError("a value spans two payload frames")
+            view, at = memoryview(next(rest, b"")), 0
+            end = len(view)
+            if size > end:
+                raise ProtocolError(f"a payload frame of {end} bytes for a value of {size}")
+        views.append(view[at : at + size])
+        at += size
+    if at != end or next(rest, None) is not None:
+        raise ProtocolError("the payload is longer than the announced values")
+    return views
+
+
+def placed(
+    frames: Sequence[Buffer], sizes: Sequence[int], starts: Sequence[int]
+) -> list[memoryview]:
+    """Views of values at ``starts`` (ascending) in the payload. Raises ProtocolError."""
+    if not starts:
+        return packed(frames, sizes)
+    if len(starts) != len(sizes):
+        raise ProtocolError(f"{len(starts)} positions for {len(sizes)} values")
+    if len(frames) == 1:
+        return _placed_in_one(memoryview(frames[0]), sizes, starts)
+    views: list[memoryview] = []
+    rest = iter(frames)
+    view, base, end = memoryview(b""), 0, 0
+    for size, start in zip(sizes, starts, strict=True):
+        while size and start >= end:
+            frame = next(rest, None)
+            if frame is None:
+                raise ProtocolError("a value lies behind the payload's end")
+            view, base = memoryview(frame), end
+            end = base + len(view)
+        if size and (start < base or start + size > end):
+            raise ProtocolError("a value spans two payload frames")
+        views.append(view[start - base : start - base + size] if size else view[:0])
+    return views
+
+
+def _placed_in_one(
+    view: memoryview, sizes: Sequence[int], starts: Sequence[int]
+) -> list[memoryview]:
+    views = [view[a : a + n] for a, n in zip(starts, sizes, strict=True)]
+    if any(len(v) != n for v, n in zip(views, sizes, strict=True)):
+        raise ProtocolError("a value lies behind the payload's end")
+    return views
