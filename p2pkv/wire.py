@@ -62,6 +62,10 @@ class Status(IntEnum):
     CORRUPT = 10
     INVALID = 11
     INDETERMINATE = 12
+    DEFERRED = 13
+    """Did not fit into this answer; ask again for the rest."""
+    LARGE = 14
+    """The value is larger than a message: open it and read it in pieces."""
 
 
 class Kind(IntEnum):
@@ -148,6 +152,8 @@ class Welcome(Body, frozen=True):
 
 class Get(Body, frozen=True):
     keys: Keys
+    tell_once: bool = False
+    """Whether the answer shall tell which objects are write-once (for a near cache)."""
 
 
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -171,6 +177,8 @@ class Put(Body, frozen=True):
 
 class Exists(Body, frozen=True):
     keys: Keys
+    touch: bool = False
+    """Whether it counts as a use, for eviction."""
 
 
 class Match(Body, frozen=True):
@@ -262,6 +270,8 @@ class Values(Body, frozen=True):
     statuses: bytes
     sizes: Sizes
     starts: Sizes
+    once: bytes = b""
+    """With ``tell_once``: 1 for each write-once object. Empty: none is."""
 
 
 class Statuses(Body, frozen=True):

@@ -1,0 +1,325 @@
+"""ZeroMQ sockets: frames in and out, nothing of what they mean.
+
+``Link`` is a client's (or node's) connection to one peer, ``ServerSocket`` the side that listens.
+Both are non-blocking; whoever owns them waits for readiness. ``Waiter`` adapts ZeroMQ's
+edge-triggered descriptor to an asyncio loop.
+
+Every socket has bounded queues and a bound on a frame's size, discards what was not sent when it
+closes, and notices a silent peer by ZMTP heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from p2pkv import wire
+from p2pkv.config import Limits
+from p2pkv.errors import ConfigError
+from p2pkv.routing import Reply, Request
+from p2pkv.wire import Kind
+
+CLIENT_ID_BYTES = 9
+SESSION_BYTES = 16
+HEARTBEAT_MS = 1_000
+HEARTBEAT_TIMEOUT_MS = 5_000
+HANDSHAKE_MS = 5_000
+FRAME_SLACK = 64 << 10
+RECEIVE_BUDGET = 64
+"""Messages that one wake-up handles before others get their turn."""
+
+ZERO_COPY_MIN = 64 << 10
+"""Smaller frames are copied by ZeroMQ: cheaper than tracking them."""
+
+_MONITORED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def frame_bytes_max(limits: Limits) -> int:
+    return max(limits.head_bytes_max, limits.message_bytes_max) + FRAME_SLACK
+
+
+def endpoint_of(address: str, port: int) -> str:
+    """``tcp://127.0.0.1:4711``, ``tcp://[::1]:4711``."""
+    text = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+    return f"tcp://{text}:{port}"
+
+
+def configure(socket: zmq.Socket[bytes], limits: Limits) -> None:
+    """The options that all of our sockets share."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max(limits))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.copy_threshold = ZERO_COPY_MIN
+
+
+class Link:
+    """A connection to one peer: sends requests, collects replies, tells when the peer is lost.
+
+    The session's id is the socket's routing id; it is kept when the connection is made anew, so
+    that the peer recognizes a repeated request.
+    """
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, session: bytes,
+                 hello: wire.Hello, limits: Limits) -> None:  # fmt: skip
+        self.endpoint = endpoint
+        self.session = session
+        self._context = context
+        self._hello = hello
+        self._limits = limits
+        self._next_id = 0
+        self.revision = 0
+        self._open()
+
+    def _open(self) -> None:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        configure(socket, self._limits)
+        socket.setsockopt(zmq.ROUTING_ID, self.session)
+        socket.setsockopt(zmq.SNDHWM, 2 * self._limits.inflight_max)
+        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the requests that we have under way
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
+        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
+        self.socket = socket
+        self.connected = False
+        try:
+            socket.connect(self.endpoint)
+        except zmq.ZMQError as e:
+            self.close()
+            raise ConfigError(f"endpoint {self.endpoint!r}: {e}") from None
+        self.greet()
+
+    def greet(self) -> None:
+        """Begin the session (again)."""
+        self.socket.send(wire.encode(Kind.HELLO, 0, 0, self._hello))
+
+    def reset(self) -> None:
+        """Drop the connection and whatever waits in it, and connect anew."""
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+    def send(self, request: Request) -> bool:
+        """Send, or say that the queue is full."""
+        if not request.id:
+            self._next_id += 1
+            request.id = self._next_id
+        head = wire.encode(request.kind, request.id, self.revision, request.body)
+        request.sent = True
+        return send_frames(self.socket, (head,), request.payload)
+
+    def receive(self) -> list[tuple[int, Reply]]:
+        """All replies that are there: (request id, reply). Raises ProtocolError."""
+        replies: list[tuple[int, Reply]] = []
+        while (frames := receive_frames(self.socket)) is not None:
+            head = wire.decode(frames[0], self._limits.head_bytes_max)
+            self.connected = True
+            replies.append((head.request, Reply(head.kind, head.body, frames[1:], head.revision)))
+        return replies
+
+    def lost(self) -> str | None:
+        """Why the peer is gone, if it is. Reads what the monitor has to say."""
+        reason: str | None = None
+        while True:
+            try:
+                event, _ = self.monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return reason
+            kind = int.from_bytes(event[:2], "little")
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected = True
+            elif kind == zmq.EVENT_CONNECT_RETRIED:
+                reason = reason or f"no connection to {self.endpoint}"
+            elif kind != zmq.EVENT_CONNECTED:
+                reason = f"connection to {self.endpoint} lost"
+
+
+def send_frames(
+    socket: zmq.Socket[bytes], heads: Sequence[bytes], payload: Sequence[wire.Buffer]
+) -> bool:
+    """Send one message without blocking. False: the peer's queue is full (nothing was sent)."""
+    try:
+        if not payload:
+            if len(heads) == 1:
+                socket.send(heads[0], zmq.NOBLOCK)
+            else:
+                socket.send_multipart(heads, zmq.NOBLOCK)
+            return True
+        for head in heads:
+            socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
+        for frame in payload[:-1]:
+            socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=False)
+        socket.send(payload[-1], zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return False
+    return True
+
+
+def receive_frames(socket: zmq.Socket[bytes]) -> list[wire.Buffer] | None:
+    """One message, payload not copied; None: there is none."""
+    try:
+        first = socket.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+    frames: list[wire.Buffer] = [first]
+    while socket.rcvmore:
+        frames.append(socket.recv(copy=False).buffer)
+    return frames
+
+
+class Waiter:
+    """Calls back when a socket may be readable.
+
+    ZeroMQ's descriptor is edge-triggered: an edge can be consumed by a send. So the owner calls
+    ``poke`` after it sent outside of the callback, and the callback reads until nothing is left
+    (it returns True if it stopped earlier, to be called again).
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], callback: Callable[[], bool]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._callback = callback
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._handle: asyncio.Handle | None = None
+        self._closed = False
+        self._loop.add_reader(self._fd, self._ready)
+        self.poke()
+
+    def poke(self) -> None:
+        if self._handle is None and not self._closed:
+            self._handle = self._loop.call_soon(self._ready)
+
+    def _ready(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+        if not self._closed and self._callback():
+            self.poke()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._handle is not None:
+            self._handle.cancel()
+        self._loop.remove_reader(self._fd)
+
+
+class Run:
+    """A piece of the arena on its way out, and what to call when it has left."""
+
+    __slots__ = ("done", "view")
+
+    def __init__(self, view: memoryview, done: Callable[[], None] | None = None) -> None:
+        self.view = view
+        self.done = done
+
+
+class ServerSocket:
+    """Listens for requests. ``on_message(session, frames)`` is called on the event loop."""
+
+    def __init__(self, context: zmq.Context[Any], limits: Limits,
+                 on_message: Callable[[bytes, list[wire.Buffer]], None]) -> None:  # fmt: skip
+        self._limits = limits
+        self._on_message = on_message
+        self._sending: dict[int, Any] = {}
+        self.dropped = 0
+        """Messages that a peer's full queue, or its absence, took."""
+        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        configure(socket, limits)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.SNDHWM, 2 * limits.inflight_max)
+        socket.setsockopt(zmq.RCVHWM, limits.inflight_max)
+        socket.setsockopt(zmq.BACKLOG, 1024)
+        self.socket = socket
+        self._waiter: Waiter | None = None
+
+    def bind(self, address: str, port: int) -> int:
+        """Listen; returns the port. Raises ConfigError."""
+        try:
+            self.socket.bind(endpoint_of(address, port) if port else _any_port(address))
+        except zmq.ZMQError as e:
+            raise ConfigError(f"cannot listen on {address} port {port}: {e}") from None
+        last = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(last, bytes)
+        return int(last.rstrip(b"\0").rpartition(b":")[2])
+
+    def start(self) -> None:
+        self._waiter = Waiter(self.socket, self._drain)
+
+    def _drain(self) -> bool:
+        for _ in range(RECEIVE_BUDGET):
+            frames = receive_frames(self.socket)
+            if frames is None:
+                return False
+            if len(frames) < 2:
+                self.dropped += 1
+                continue
+            session = frames[0]
+            self._on_message(bytes(session), frames[1:])
+        return True
+
+    def send(self, session: bytes, head: bytes, payload: Sequence[wire.Buffer | Run] = ()) -> bool:
+        """Answer. A peer that is gone or does not read loses the message (counted)."""
+        frames = [self._track(p) if isinstance(p, Run) else p for p in payload]
+        try:
+            sent = send_frames(self.socket, (session, head), frames)
+        except zmq.ZMQError:
+            sent = False
+        if not sent:
+            self.dropped += 1
+        if self._waiter is not None:
+            self._waiter.poke()
+        return sent
+
+    def _track(self, run: Run) -> memoryview:
+        """Hand the view to ZeroMQ; ``done`` is called, on any thread, when it lets go of it."""
+        view, done = run.view, run.done
+        run.view = memoryview(b"")
+        if done is not None:
+            sending, mark = self._sending, id(view)
+
+            def sent(_: object) -> None:
+                sending.pop(mark, None)
+                done()
+
+            sending[mark] = weakref.ref(view, sent)
+        return view
+
+    def close(self) -> None:
+        if self._waiter is not None:
+            self._waiter.close()
+        self.socket.close(0)
+
+
+def _any_port(address: str) -> str:
+    return endpoint_of(address, 0).removesuffix(":0") + ":*"
+
+
+def new_client_id(kind: bytes) -> bytes:
+    """What all sessions of one client begin with: a letter (not 0, for ZeroMQ) and 8 bytes."""
+    return kind + os.urandom(CLIENT_ID_BYTES - 1)
+
+
+def new_session(client_id: bytes) -> bytes:
+    """A routing id of 16 bytes."""
+    return client_id + os.urandom(SESSION_BYTES - CLIENT_ID_BYTES)
