@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
 from p2pkv import wire
+from p2pkv.buffers import Lending, Run
 from p2pkv.config import Limits
 from p2pkv.errors import ConfigError
 from p2pkv.routing import Reply, Request
@@ -223,16 +223,6 @@ class Waiter:
         self._loop.remove_reader(self._fd)
 
 
-class Run:
-    """A piece of the arena on its way out, and what to call when it has left."""
-
-    __slots__ = ("done", "view")
-
-    def __init__(self, view: memoryview, done: Callable[[], None] | None = None) -> None:
-        self.view = view
-        self.done = done
-
-
 class ServerSocket:
     """Listens for requests. ``on_message(session, frames)`` is called on the event loop."""
 
@@ -240,7 +230,7 @@ class ServerSocket:
                  on_message: Callable[[bytes, list[wire.Buffer]], None]) -> None:  # fmt: skip
         self._limits = limits
         self._on_message = on_message
-        self._sending: dict[int, Any] = {}
+        self._lending = Lending()
         self.dropped = 0
         """Messages that a peer's full queue, or its absence, took."""
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -280,7 +270,7 @@ class ServerSocket:
 
     def send(self, session: bytes, head: bytes, payload: Sequence[wire.Buffer | Run] = ()) -> bool:
         """Answer. A peer that is gone or does not read loses the message (counted)."""
-        frames = [self._track(p) if isinstance(p, Run) else p for p in payload]
+        frames = [self._lending.lend(p) if isinstance(p, Run) else p for p in payload]
         try:
             sent = send_frames(self.socket, (session, head), frames)
         except zmq.ZMQError:
@@ -290,20 +280,6 @@ class ServerSocket:
         if self._waiter is not None:
             self._waiter.poke()
         return sent
-
-    def _track(self, run: Run) -> memoryview:
-        """Hand the view to ZeroMQ; ``done`` is called, on any thread, when it lets go of it."""
-        view, done = run.view, run.done
-        run.view = memoryview(b"")
-        if done is not None:
-            sending, mark = self._sending, id(view)
-
-            def sent(_: object) -> None:
-                sending.pop(mark, None)
-                done()
-
-            sending[mark] = weakref.ref(view, sent)
-        return view
 
     def close(self) -> None:
         if self._waiter is not None:

@@ -1,0 +1,74 @@
+"""The figures of a node, by name. Units end the names; what only rises ends in ``_total``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2pkv import clock, wire
+from p2pkv._version import __version__
+from p2pkv.objects import Reason
+from p2pkv.wire import Kind
+
+if TYPE_CHECKING:
+    from p2pkv.node import Node
+
+
+def collect(node: Node) -> wire.NodeStats:
+    """Everything that ``p2pkv status`` and the metrics show."""
+    now = clock.monotonic()
+    store = node._store.stats()
+    counters = store.counters
+    contact = node._contact_ns()
+    assert node.member is not None
+    labels = {
+        "version": __version__,
+        "endpoint": node.endpoint,
+        "host": node.config.host,
+        "zone": node.config.zone,
+        "arena": str(node._store.arena.path),
+        "planner": str(node._ownership.view.planner == node.member).lower(),
+        "serving": str(node._may_serve(now)).lower(),
+    }
+    figures: dict[str, float] = {
+        "uptime_s": (now - node._started_ns) / 1e9,
+        "etcd_contact_age_s": (now - contact) / 1e9 if contact else -1.0,
+        "members_seen": len(node._contacts.seen(now)),
+        "buckets_owned": node._ownership.held,
+        "buckets_moving": node._mover.under_way,
+        "buckets_learning": len(node._ownership.incoming),
+        "buckets_taken_away_total": node._ownership.lost_buckets,
+        "buckets_moved_total": node._mover.moved_total,
+        "buckets_moved_bytes_total": node._mover.moved_bytes_total,
+        "buckets_move_failures_total": node._mover.failed_total,
+        "sessions": len(node._sessions),
+        "sessions_reaped_total": node._sessions.reaped,
+        "pins": len(node._sessions.pins),
+        "objects": store.objects,
+        "allocations": store.allocated,
+        "value_bytes": store.value_bytes,
+        "memory_limit_bytes": store.size_bytes,
+        "memory_used_bytes": store.used_bytes,
+        "memory_free_bytes": store.free_bytes,
+        "memory_largest_free_bytes": store.largest_free_bytes,
+        "memory_retiring_bytes": store.retiring_bytes,
+        "memory_fragmentation_ratio": store.fragmentation,
+        "hard_pinned_bytes": store.hard_pinned_bytes,
+        "hard_pin_quota_bytes": store.hard_pin_quota_bytes,
+        "metadata_bytes": store.metadata_bytes,
+        "metadata_limit_bytes": store.metadata_limit_bytes,
+        "hits_total": counters.hits,
+        "misses_total": counters.misses,
+        "puts_total": counters.puts,
+        "put_bytes_total": counters.put_bytes,
+        "refused_memory_total": counters.refused_memory,
+        "refused_quota_total": counters.refused_quota,
+        "refused_size_total": counters.refused_size,
+        "garbage_total": node._garbage,
+        "requests_refused_total": node._handlers.refused,
+        "answers_dropped_total": node._server.dropped,
+    }
+    for reason in Reason:
+        figures[f"objects_{reason.name.lower()}_total"] = counters.lost[reason]
+    for kind, count in node._handlers.requests.items():
+        figures[f"requests_{Kind(kind).name.lower()}_total"] = count
+    return wire.NodeStats(node.member, labels, figures)

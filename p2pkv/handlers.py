@@ -1,0 +1,421 @@
+"""What a node does with a request. Knows no transport: decoded request in, body and views out.
+
+ZeroMQ, in-process callers and (later) the data connection share it. Everything runs to its end in
+one call on the node's event loop, so no handler ever sees another's half-done work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from p2pkv import ring, wire
+from p2pkv.clock import MILLISECOND_NS
+from p2pkv.config import Limits
+from p2pkv.errors import ProtocolError
+from p2pkv.objects import Object, Pin
+from p2pkv.payload import Payload
+from p2pkv.sessions import ALLOCS_MAX, TOKENS_MAX, Response, Session, Sessions
+from p2pkv.store import Store
+from p2pkv.types import Member
+from p2pkv.wire import Fault, Kind, Status
+
+Frames = Sequence[wire.Buffer]
+
+_MISS = bytes([Status.MISS])
+
+
+class Handlers:
+    """The operations of a node on its store.
+
+    ``primary`` are the buckets that this node may serve, ``moving`` those that it is handing over
+    at this moment; the node keeps both. ``may_serve(now)`` is the self-fence rule, asked at every
+    request. ``extra`` answers the kinds that concern the node as a whole.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        store: Store,
+        sessions: Sessions,
+        limits: Limits,
+        bucket_count: int,
+        may_serve: Callable[[int], bool],
+        extra: dict[Kind, Callable[[Session, Any, Frames, int], Response]],
+    ) -> None:
+        self.member = member
+        self.store = store
+        self.sessions = sessions
+        self.limits = limits
+        self.bucket_count = bucket_count
+        self.may_serve = may_serve
+        self.primary: set[int] = set()
+        self.moving: set[int] = set()
+        self.requests: dict[int, int] = {}
+        self.refused = 0
+        self._kinds: dict[int, Callable[[Session, Any, Frames, int], Response]] = {
+            Kind.GET: self._get,
+            Kind.PUT: self._put,
+            Kind.EXISTS: self._exists,
+            Kind.MATCH: self._match,
+            Kind.DELETE: self._delete,
+            Kind.ALLOC: self._alloc,
+            Kind.WRITE: self._write,
+            Kind.COMMIT: self._commit,
+            Kind.ABORT: self._abort,
+            Kind.OPEN: self._open,
+            Kind.READ: self._read,
+            Kind.RELEASE: self._release,
+            Kind.SCAN: self._scan,
+            Kind.DELETE_RANGE: self._delete_range,
+            Kind.PIN: self._pin,
+            Kind.UNPIN: self._unpin,
+            Kind.EXPIRE: self._expire,
+            Kind.PING: lambda *_: (Kind.PONG, wire.Empty(), ()),
+        }
+        self._kinds |= extra
+
+    def handle(
+        self, session: Session, kind: int, request: int, body: Any, frames: Frames, now: int
+    ) -> Response:
+        """Response one request. A repeated write gets the answer of its first time."""
+        session.last_seen = now
+        handler = self._kinds.get(kind)
+        if handler is None:
+            return self.refuse(Fault.BAD_REQUEST, f"{Kind(kind).name} is not a request")
+        self.requests[kind] = self.requests.get(kind, 0) + 1
+        mutating = kind in wire.MUTATING
+        if mutating and request in session.answers:
+            return session.answers[request]
+        try:
+            answer = handler(session, body, frames, now)
+        except ProtocolError as e:
+            return self.refuse(Fault.BAD_REQUEST, str(e))
+        if mutating:
+            session.remember(request, answer)
+        return answer
+
+    def refuse(self, fault: Fault, message: str) -> Response:
+        self.refused += 1
+        return Kind.ERROR, wire.Error(fault, message[:1024]), ()
+
+    # -- who may be served
+
+    def _admit(self, keys: Sequence[bytes], now: int) -> tuple[list[int], bytes]:
+        """Buckets of the keys, and a status for each that may not be served (empty: all may)."""
+        limits = self.limits
+        if len(keys) > limits.batch_keys_max:
+            raise ProtocolError(f"{len(keys)} keys, limit batch_keys_max = {limits.batch_keys_max}")
+        if limits.key_bytes_max < wire.KEY_BYTES_MAX and keys:
+            longest = max(map(len, keys))
+            if longest > limits.key_bytes_max:
+                raise ProtocolError(f"a key of {longest} bytes, limit {limits.key_bytes_max}")
+        buckets = ring.buckets_of(keys, self.bucket_count)
+        if not self.may_serve(now):
+            return buckets, bytes([Status.STALLED]) * len(keys)
+        if self.primary.issuperset(buckets):
+            return buckets, b""
+        return buckets, bytes([self._bucket_status(b) for b in buckets])
+
+    def _bucket_status(self, bucket: int) -> Status:
+        if bucket in self.primary:
+            return Status.OK
+        return Status.MOVING if bucket in self.moving else Status.NOT_PRIMARY
+
+    def _each(
+        self,
+        keys: Sequence[bytes],
+        now: int,
+        run: Callable[[list[int], Sequence[int], Sequence[bytes]], Sequence[int]],
+    ) -> Response:
+        """Statuses of ``run(items, buckets, keys)`` for the keys that may be served."""
+        buckets, refused = self._admit(keys, now)
+        if not refused:
+            statuses = run(list(range(len(keys))), buckets, keys)
+            return _statuses(statuses)
+        items = [i for i, status in enumerate(refused) if not status]
+        merged = bytearray(refused)
+        done = run(items, [buckets[i] for i in items], [keys[i] for i in items])
+        for i, status in zip(items, done, strict=True):
+            merged[i] = status
+        return _statuses(merged)
+
+    # -- reading
+
+    def _get(self, session: Session, body: wire.Get, frames: Frames, now: int) -> Response:
+        buckets, refused = self._admit(body.keys, now)
+        if not refused:
+            return self._values(self.store.get_batch(buckets, body.keys, now), body.tell_once)
+        items = [i for i, status in enumerate(refused) if not status]
+        found: list[Object | None] = [None] * len(body.keys)
+        hits = self.store.get_batch([buckets[i] for i in items], [body.keys[i] for i in items], now)
+        for i, item in zip(items, hits, strict=True):
+            found[i] = item
+        return self._values(found, body.tell_once, refused)
+
+    def _values(
+        self, found: Sequence[Object | None], tell_once: bool, refused: bytes = b""
+    ) -> Response:
+        payload = Payload(self.store)
+        there = [item for item in found if item is not None]
+        bound = self.limits.message_bytes_max
+        if len(there) == len(found) and sum([item.size for item in there]) <= bound:
+            payload.add_all(there)
+            sizes = [item.size for item in there]
+            once = self._once(there) if tell_once else b""
+            return Kind.VALUES, wire.Values(b"", sizes, payload.starts, once), payload.finish()
+        statuses = self._statuses_within(found, refused, bound)
+        sent = [item if not s else None for item, s in zip(found, statuses, strict=True)]
+        payload.add_all([item for item in sent if item is not None])
+        positions = iter(payload.starts)
+        starts, last = [], 0
+        for item in sent:
+            last = last if item is None else next(positions)
+            starts.append(last)
+        sizes = [0 if item is None else item.size for item in sent]
+        once = self._once(sent) if tell_once else b""
+        return Kind.VALUES, wire.Values(bytes(statuses), sizes, starts, once), payload.finish()
+
+    def _statuses_within(
+        self, found: Sequence[Object | None], refused: bytes, bound: int
+    ) -> bytearray:
+        """Status of each value where some are missing or not all fit into one message."""
+        statuses = bytearray(refused or bytes(len(found)))
+        total = 0
+        for i, item in enumerate(found):
+            if statuses[i]:
+                continue
+            if item is None:
+                statuses[i] = Status.MISS
+            elif item.size > bound:
+                statuses[i] = Status.LARGE
+            elif total + item.size > bound:
+                statuses[i] = Status.DEFERRED
+            else:
+                total += item.size
+        return statuses
+
+    @staticmethod
+    def _once(items: Sequence[Object | None]) -> bytes:
+        return bytes([item is not None and item.options.write_once for item in items])
+
+    def _exists(self, session: Session, body: wire.Exists, frames: Frames, now: int) -> Response:
+        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
+            if body.touch:
+                there = [i is not None for i in self.store.get_batch(buckets, keys, now)]
+            else:
+                there = self.store.exists_batch(buckets, keys, now)
+            return bytes(there).translate(_THERE)
+
+        return self._each(body.keys, now, run)
+
+    def _match(self, session: Session, body: wire.Match, frames: Frames, now: int) -> Response:
+        buckets, refused = self._admit(body.keys, now)
+        end = len(body.keys)
+        if refused:
+            end = len(refused) - len(refused.lstrip(b"\0"))
+        count = self.store.match(buckets[:end], body.keys[:end], now)
+        status = Status.MISS if count < end or not refused else refused[end]
+        return Kind.MATCHED, wire.Matched(count, status), ()
+
+    def _open(self, session: Session, body: wire.Open, frames: Frames, now: int) -> Response:
+        if len(session.tokens) + len(body.keys) > TOKENS_MAX:
+            raise ProtocolError(f"more than {TOKENS_MAX} open objects in one session")
+        ids, sizes = [0] * len(body.keys), [0] * len(body.keys)
+
+        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
+            found = self.store.get_batch(buckets, keys, now)
+            there = [(i, o) for i, o in zip(items, found, strict=True) if o is not None]
+            opened = self.sessions.open(session, [o for _, o in there], now)
+            for (i, item), id in zip(there, opened, strict=True):
+                ids[i], sizes[i] = id, item.size
+            return [Status.OK if o is not None else Status.MISS for o in found]
+
+        _, statuses, _ = self._each(body.keys, now, run)
+        return Kind.OPENED, wire.Opened(statuses.statuses, ids, sizes), ()
+
+    def _read(self, session: Session, body: wire.Read, frames: Frames, now: int) -> Response:
+        token = self.sessions.touch_token(session, body.token, now)
+        if token is None:
+            return Kind.VALUES, wire.Values(bytes([Status.CONFLICT]), [0], []), ()
+        if body.length > self.limits.message_bytes_max:
+            raise ProtocolError(f"a read of {body.length} bytes, limit message_bytes_max")
+        if body.offset + body.length > token.item.size:
+            raise ProtocolError(f"a read behind the end of a value of {token.item.size} bytes")
+        payload = Payload(self.store)
+        payload.add_part(token.item, body.offset, body.length)
+        return Kind.VALUES, wire.Values(b"", [body.length], []), payload.finish()
+
+    def _release(self, session: Session, body: wire.Release, frames: Frames, now: int) -> Response:
+        return _statuses(self.sessions.release(session, body.tokens))
+
+    # -- writing
+
+    def _put(self, session: Session, body: wire.Put, frames: Frames, now: int) -> Response:
+        values = self._values_of(body, frames)
+
+        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
+            chosen = values if len(items) == len(values) else [values[i] for i in items]
+            return self.store.put_batch(buckets, keys, chosen, body.options, now)
+
+        return self._each(body.keys, now, run)
+
+    def _values_of(self, body: wire.Put, frames: Frames) -> list[memoryview]:
+        if len(body.sizes) != len(body.keys):
+            raise ProtocolError(f"{len(body.sizes)} values for {len(body.keys)} keys")
+        values = wire.packed(frames, body.sizes)
+        self._check_sizes(body.sizes)
+        return values
+
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        bound = self.limits.value_bytes_max
+        if sizes and max(sizes) > bound:
+            raise ProtocolError(f"a value of {max(sizes)} bytes, limit value_bytes_max = {bound}")
+
+    def _delete(self, session: Session, body: wire.Delete, frames: Frames, now: int) -> Response:
+        return self._each(
+            body.keys, now, lambda _, buckets, keys: self.store.delete_batch(buckets, keys, now)
+        )
+
+    def _alloc(self, session: Session, body: wire.Alloc, frames: Frames, now: int) -> Response:
+        if len(body.sizes) != len(body.keys):
+            raise ProtocolError(f"{len(body.sizes)} sizes for {len(body.keys)} keys")
+        if len(session.allocations) + len(body.keys) > ALLOCS_MAX:
+            raise ProtocolError(f"more than {ALLOCS_MAX} allocations in one session")
+        self._check_sizes(body.sizes)
+        ids, offsets = [0] * len(body.keys), [0] * len(body.keys)
+
+        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
+            sizes = [body.sizes[i] for i in items]
+            results = self.store.allocate_batch(buckets, keys, sizes, body.options, now)
+            made = [(i, o) for i, o in zip(items, results, strict=True) if isinstance(o, Object)]
+            new = self.sessions.allocate(session, [o for _, o in made], now)
+            for (i, item), id in zip(made, new, strict=True):
+                ids[i], offsets[i] = id, item.offset
+            return [Status.OK if isinstance(r, Object) else r for r in results]
+
+        _, statuses, _ = self._each(body.keys, now, run)
+        return Kind.ALLOCATED, wire.Allocated(statuses.statuses, ids, offsets), ()
+
+    def _write(self, session: Session, body: wire.Write, frames: Frames, now: int) -> Response:
+        allocation = self.sessions.touch_allocation(session, body.id, now)
+        if allocation is None:
+            return _statuses([Status.CONFLICT])
+        item, at = allocation.item, body.offset
+        length = sum(memoryview(frame).nbytes for frame in frames)
+        if at + length > item.size:
+            raise ProtocolError(f"bytes {at} to {at + length} of a value of {item.size}")
+        for frame in frames:
+            self.store.arena.write(item.offset + at, frame)
+            at += memoryview(frame).nbytes
+        allocation.written += length
+        return _statuses(())
+
+    def _commit(self, session: Session, body: wire.Commit, frames: Frames, now: int) -> Response:
+        statuses = bytearray(len(body.ids))
+        ready: list[int] = []
+        items: list[Object] = []
+        for i, id in enumerate(body.ids):
+            allocation = session.allocations.pop(id, None)
+            if allocation is None:
+                statuses[i] = Status.CONFLICT
+                continue
+            status = self._may_commit(allocation.item, allocation.written, now)
+            if status:
+                statuses[i] = status
+                self.store.abort_batch([allocation.item])
+            else:
+                ready.append(i)
+                items.append(allocation.item)
+        for i, status in zip(ready, self.store.commit_batch(items, now), strict=True):
+            statuses[i] = status
+        return _statuses(statuses)
+
+    def _may_commit(self, item: Object, written: int, now: int) -> Status:
+        if not self.may_serve(now):
+            return Status.STALLED
+        if written < item.size:
+            return Status.INVALID
+        return self._bucket_status(item.bucket)
+
+    def _abort(self, session: Session, body: wire.Abort, frames: Frames, now: int) -> Response:
+        dropped = [session.allocations.pop(id, None) for id in body.ids]
+        self.store.abort_batch([a.item for a in dropped if a is not None])
+        return _statuses([Status.CONFLICT if a is None else Status.OK for a in dropped])
+
+    # -- ranges
+
+    def _scan(self, session: Session, body: wire.Scan, frames: Frames, now: int) -> Response:
+        keys: list[bytes] = []
+        sizes: list[int] = []
+        finished, after, limit = 0, body.after, min(body.limit, self.limits.scan_keys_max)
+        status = Status.OK if self.may_serve(now) else Status.STALLED
+        for bucket in body.buckets:
+            status = status or self._bucket_status(bucket)
+            if status or len(keys) >= limit:
+                break
+            page, more = self.store.scan(bucket, after, body.prefix, limit - len(keys), now)
+            keys += [key for key, _ in page]
+            sizes += [size for _, size in page]
+            if more:
+                break
+            finished, after = finished + 1, b""
+        return Kind.PAGE, wire.Page(keys, sizes, finished, status), ()
+
+    def _delete_range(
+        self, session: Session, body: wire.DeleteRange, frames: Frames, now: int
+    ) -> Response:
+        count, finished, limit = 0, 0, min(body.limit, self.limits.scan_keys_max)
+        status = Status.OK if self.may_serve(now) else Status.STALLED
+        for bucket in body.buckets:
+            status = status or self._bucket_status(bucket)
+            if status or count >= limit:
+                break
+            deleted, more = self.store.delete_range(bucket, body.prefix, limit - count, now)
+            count += deleted
+            if more:
+                break
+            finished += 1
+        return Kind.DELETED, wire.Deleted(count, finished, status), ()
+
+    # -- pins and expiry
+
+    def _pin(self, session: Session, body: wire.Pin, frames: Frames, now: int) -> Response:
+        until = now + body.ttl_ms * MILLISECOND_NS
+
+        def pin(item: Object) -> Status:
+            return self.sessions.pins.pin(session.owner, item, until)
+
+        return self._on_found(body.keys, now, pin)
+
+    def _unpin(self, session: Session, body: wire.Unpin, frames: Frames, now: int) -> Response:
+        def unpin(item: Object) -> Status:
+            self.sessions.pins.unpin(session.owner, item.key)
+            return self.store.set_pin(item, Pin.NONE)
+
+        return self._on_found(body.keys, now, unpin)
+
+    def _on_found(
+        self, keys: Sequence[bytes], now: int, act: Callable[[Object], Status]
+    ) -> Response:
+        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
+            found = [self.store.find(b, k, now) for b, k in zip(buckets, keys, strict=True)]
+            return [Status.MISS if item is None else act(item) for item in found]
+
+        return self._each(keys, now, run)
+
+    def _expire(self, session: Session, body: wire.Expire, frames: Frames, now: int) -> Response:
+        ttl = body.ttl_ms * MILLISECOND_NS
+        return self._each(
+            body.keys,
+            now,
+            lambda _, buckets, keys: self.store.expire_batch(buckets, keys, ttl, now),
+        )
+
+
+_THERE = bytes([Status.MISS, Status.OK]) + bytes(range(2, 256))
+"""Turns False and True into MISS and OK."""
+
+
+def _statuses(statuses: Sequence[int]) -> Response:
+    return Kind.STATUSES, wire.Statuses(bytes(statuses) if any(statuses) else b""), ()

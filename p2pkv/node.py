@@ -1,0 +1,471 @@
+"""A node: puts the parts together, feeds them with events, and owns every task.
+
+Nothing is decided here. What a request does is in ``handlers``, what a record means in
+``ownership``, where buckets belong in ``planner``, who may be trusted to be alive in
+``membership``; this module carries their words to sockets and etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from p2pkv import clock, ring, wire
+from p2pkv.arena import Arena
+from p2pkv.async_client import AsyncClient, AsyncDriver
+from p2pkv.authority import Authority, EtcdAuthority
+from p2pkv.buffers import Lending, Run
+from p2pkv.config import ClientConfig, NodeConfig
+from p2pkv.errors import AuthorityUnavailable, Conflict, P2PKVError, ProtocolError
+from p2pkv.gossip import Gossip
+from p2pkv.handlers import Handlers
+from p2pkv.membership import Contacts, Heartbeat
+from p2pkv.mover import Mover
+from p2pkv.ownership import Ownership
+from p2pkv.planner import Planner
+from p2pkv.records import BucketChange, Meta, NodeRecord
+from p2pkv.routing import Reply, Request, Router
+from p2pkv.sessions import Response, Session, Sessions
+from p2pkv.store import Store
+from p2pkv.transport import ServerSocket, endpoint_of, new_client_id, new_session
+from p2pkv.types import Member, NodeId
+from p2pkv.wire import Fault, Kind
+
+log = logging.getLogger("p2pkv.node")
+
+HOUSEKEEPING_S = 0.1
+PLAN_INTERVAL_S = 0.5
+PLAN_PAUSE_S = 0.05
+"""Between two rounds of planning that follow each other."""
+
+
+class Node:
+    """One node of a cluster. ``async with Node(config) as node:`` serves until the block ends.
+
+    It holds ``memory_limit_bytes``, serves its share of the buckets, and offers the client's calls
+    in process: ``node.client()``. Raises ConfigError, ClusterMismatch, AuthorityUnavailable from
+    ``start``.
+    """
+
+    def __init__(self, config: NodeConfig, authority: Authority | None = None) -> None:
+        self.config = config
+        self.member: Member | None = None
+        self.endpoint = ""
+        self._authority = authority
+        self._random = random.Random()
+        self._stopping = asyncio.Event()
+        self._ready: asyncio.Future[None] | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._garbage = 0
+        self._started_ns = 0
+
+    # -- life
+
+    async def start(self) -> None:
+        """Join the cluster; returns when this node answers requests."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self._main = asyncio.create_task(self._run(), name=f"p2pkv-node-{self.config.node_id}")
+        ready = self._ready
+        await asyncio.wait({self._main, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if self._main.done():
+            ready.cancel()
+            await self._main
+
+    async def stop(self) -> None:
+        """Leave at once; the buckets' content is lost. See ``drain``."""
+        self._stopping.set()
+        if self._main is not None:
+            await self._main
+
+    async def wait(self) -> None:
+        """Until the node has stopped. Raises what ended it, if it was not ``stop``."""
+        if self._main is not None:
+            await asyncio.shield(self._main)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Give all buckets to the others, so that ``stop`` loses nothing.
+
+        Returns whether that was reached; False after ``timeout_s`` (default: drain_timeout_s) or
+        when nobody is there to take them.
+        """
+        limit = self.config.drain_timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                await self._authority_of().update_node(draining=True)
+                while self._ownership.held:
+                    if not self._others():
+                        return False
+                    await asyncio.sleep(0.05)
+        except (TimeoutError, AuthorityUnavailable, Conflict):
+            return not self._ownership.held
+        return True
+
+    def _others(self) -> bool:
+        nodes = self._ownership.view.nodes
+        return any(n != self.config.node_id and not r.draining for n, r in nodes.items())
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:  # fmt: skip
+        await self.stop()
+
+    # -- building up and taking down, in a fixed order
+
+    async def _run(self) -> None:
+        config = self.config
+        authority = self._authority = self._authority or EtcdAuthority(
+            config.etcd, config.cluster, on_superseded=self._stopping.set
+        )
+        await authority.open()
+        try:
+            meta = await authority.ensure_meta(
+                Meta(
+                    bucket_count=config.bucket_count,
+                    hash_scheme=ring.HASH_SCHEME,
+                    fingerprint=secrets.token_hex(8),
+                )
+            )
+            arena = Arena.create(
+                config.memory_limit_bytes,
+                config.node_id,
+                huge_pages=config.huge_pages,
+                prefault=config.prefault,
+            )
+            try:
+                await self._run_with(authority, meta, arena)
+            finally:
+                arena.close()
+        finally:
+            await authority.close()
+
+    async def _run_with(self, authority: Authority, meta: Meta, arena: Arena) -> None:
+        config = self.config
+        store = Store(
+            arena,
+            metadata_limit_bytes=config.metadata_bytes,
+            hard_pin_quota=config.hard_pin_quota,
+            key_bytes_max=config.limits.key_bytes_max,
+            value_bytes_max=config.limits.value_bytes_max,
+        )
+        context: zmq.Context[Any] = zmq.Context()
+        server = ServerSocket(context, config.limits, self._on_message)
+        gossip = Gossip(context, config.limits, meta.fingerprint.encode(), self._on_heartbeat)
+        try:
+            port = server.bind(config.bind, config.control_port)
+            gossip_port = gossip.bind(config.bind)
+            self.endpoint = endpoint_of(config.advertised, port)
+            record = NodeRecord(
+                boot=_NO_BOOT,
+                control=(self.endpoint,),
+                gossip=(endpoint_of(config.advertised, gossip_port),),
+                weight=config.weight,
+                host=config.host,
+                zone=config.zone,
+                capacity_bytes=config.memory_limit_bytes,
+            )
+            boot = await authority.register(NodeId(config.node_id), record)
+            self.member = member = Member(NodeId(config.node_id), boot)
+            view = await authority.load()
+            self._compose(member, meta, store, context, server, gossip, view)
+            try:
+                await self._serve(authority)
+            finally:
+                self._driver.close()
+                await _quietly(authority.resign())
+                await _quietly(authority.deregister())
+        finally:
+            server.close()
+            gossip.close()
+            context.term()
+
+    def _compose(self, member: Member, meta: Meta, store: Store, context: zmq.Context[Any],
+                 server: ServerSocket, gossip: Gossip, view: Any) -> None:  # fmt: skip
+        config, limits = self.config, self.config.limits
+        self._store, self._server, self._gossip = store, server, gossip
+        self._zmq = context
+        self._lending = Lending()
+        self._contacts = Contacts(config, member)
+        self._ownership = Ownership(member, store, view, meta.fingerprint)
+        self._router = Router()
+        self._sessions = Sessions(
+            store,
+            ttl_ns=clock.seconds(config.session_ttl_s),
+            alloc_ns=clock.seconds(config.alloc_deadline_s),
+            read_ns=clock.seconds(config.read_deadline_s),
+            sessions_max=config.sessions_max,
+            answers_max=2 * limits.inflight_max,
+        )
+        self._handlers = Handlers(
+            member, store, self._sessions, limits, meta.bucket_count, self._may_serve,
+            {
+                Kind.ROUTES: self._on_routes,
+                Kind.STATS: self._on_stats,
+                Kind.SNAPSHOT: self._on_snapshot,
+            },
+        )  # fmt: skip
+        self._handlers.primary = self._ownership.served
+        self._handlers.moving = self._ownership.moving
+        self._own_session = self._sessions.begin(
+            new_session(new_client_id(b"l")), member, clock.monotonic()
+        )
+        self._client_config = ClientConfig(
+            cluster=config.cluster, seeds=(self.endpoint,), limits=limits
+        )
+        self._driver = AsyncDriver(
+            self._client_config, self._router, context, member, self._local, lambda _: []
+        )
+        self._mover = Mover(
+            config, store, self._ownership, self._driver, self._authority_of(), self._random
+        )
+        self._planner = Planner(config, meta)
+        self._plan_wanted = asyncio.Event()
+        self._ownership.on_change = self._on_ring_change
+        self._register_contacts(gap=True)
+        self._on_ring_change()
+
+    async def _serve(self, authority: Authority) -> None:
+        """Run all tasks until ``stop``, or until one of them fails."""
+        self._started_ns = clock.monotonic()
+        self._server.start()
+        self._gossip.start()
+        assert self._ready is not None
+        async with asyncio.TaskGroup() as group:
+            jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
+                self._follow, self._beat, self._keep_house, self._plan, self._mover.run,
+            ]  # fmt: skip
+            tasks = [group.create_task(job(), name=job.__qualname__) for job in jobs]
+            if not self._ready.done():
+                self._ready.set_result(None)
+            await self._stopping.wait()
+            for task in tasks:
+                task.cancel()
+        if authority.superseded:
+            raise Conflict(
+                f"node {self.config.node_id!r} was started elsewhere or forgotten by an operator; "
+                "this process has stopped"
+            )
+
+    def _authority_of(self) -> Authority:
+        assert self._authority is not None
+        return self._authority
+
+    # -- tasks
+
+    async def _follow(self) -> None:
+        """Take in what changes in etcd."""
+        view = self._ownership.view
+        async with aclosing(self._authority_of().follow(view)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                self._ownership.take_delta(delta)
+                if delta.nodes:
+                    self._register_contacts(gap=False)
+
+    async def _beat(self) -> None:
+        while True:
+            heartbeat = self._contacts.beat(clock.monotonic(), self._contact_ns())
+            self._gossip.send(heartbeat)
+            await asyncio.sleep(self.config.heartbeat_s)
+
+    async def _keep_house(self) -> None:
+        while True:
+            now = clock.monotonic()
+            self._store.reap(now)
+            self._sessions.reap(now)
+            if self._own_session is not None:
+                self._own_session.last_seen = now
+            await asyncio.sleep(HOUSEKEEPING_S)
+
+    async def _plan(self) -> None:
+        """Plan placement, if this node is the one elected to."""
+        authority, ownership = self._authority_of(), self._ownership
+        assert self.member is not None
+        while True:
+            try:
+                if await authority.campaign(self.member):
+                    await self._propose(self._changes())
+            except AuthorityUnavailable as e:
+                log.warning("planning waits for etcd: %s", e)
+            self._plan_wanted.clear()
+            try:
+                async with asyncio.timeout(PLAN_INTERVAL_S):
+                    await self._plan_wanted.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(PLAN_PAUSE_S)
+
+    def _changes(self) -> list[BucketChange]:
+        view = self._ownership.view
+        now = clock.monotonic()
+        owners = {v.record.primary for v in view.buckets.values()}
+        lost = self._contacts.lost(now, owners)
+        return self._planner.step(view, lost, now)
+
+    async def _propose(self, changes: list[BucketChange]) -> None:
+        if not changes:
+            return
+        for outcome in await self._authority_of().update_buckets(changes):
+            self._ownership.take_record(outcome.bucket, outcome.current)
+
+    # -- events
+
+    def _on_ring_change(self) -> None:
+        self._router.install(self._ownership.table())
+        self._plan_wanted.set()
+        self._mover.wake()
+
+    def _register_contacts(self, gap: bool) -> None:
+        view = self._ownership.view
+        members = [Member(n, r.boot) for n, r in view.nodes.items()]
+        self._contacts.register(members, view.revision, gap)
+        self._gossip.connect(
+            {
+                Member(n, r.boot): r.gossip[0]
+                for n, r in view.nodes.items()
+                if r.gossip and Member(n, r.boot) != self.member
+            }
+        )
+
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self._contacts.heard(heartbeat, clock.monotonic())
+
+    def _contact_ns(self) -> int:
+        return self._authority_of().last_contact_ns or 0
+
+    def _may_serve(self, now: int) -> bool:
+        return self._contacts.may_serve(now, self._contact_ns())
+
+    # -- requests
+
+    def _on_message(self, session_id: bytes, frames: list[wire.Buffer]) -> None:
+        now = clock.monotonic()
+        try:
+            head = wire.decode(frames[0], self.config.limits.head_bytes_max)
+        except ProtocolError as e:
+            self._on_garbage(session_id, frames[0], e)
+            return
+        session = self._sessions.get(session_id)
+        if head.kind == Kind.HELLO:
+            response = self._greet(session_id, head.body, now)
+        elif head.kind == Kind.BYE:
+            if session is not None:
+                self._sessions.end(session)
+            return
+        elif session is None:
+            response = self._handlers.refuse(Fault.NO_SESSION, "no session; say HELLO first")
+        else:
+            response = self._handle(session, head.kind, head.request, head.body, frames[1:], now)
+        kind, body, payload = response
+        frame = wire.encode(Kind(kind), head.request, int(self._ownership.revision), body)
+        self._server.send(session_id, frame, payload)
+
+    def _handle(self, session: Session, kind: int, request: int, body: Any,
+                frames: list[wire.Buffer], now: int) -> Response:  # fmt: skip
+        try:
+            return self._handlers.handle(session, kind, request, body, frames, now)
+        except Exception:
+            log.exception("a request of kind %s failed", Kind(kind).name)
+            return self._handlers.refuse(
+                Fault.INTERNAL, f"{Kind(kind).name} failed in the node; its log says why"
+            )
+
+    def _on_garbage(self, session_id: bytes, frame: wire.Buffer, error: ProtocolError) -> None:
+        self._garbage += 1
+        try:
+            version, _, request = wire.peek(frame)
+        except ProtocolError:
+            return
+        fault = Fault.VERSION if version != wire.VERSION else Fault.BAD_REQUEST
+        body = wire.Error(fault, str(error)[:1024])
+        self._server.send(session_id, wire.encode(Kind.ERROR, request, 0, body))
+
+    def _greet(self, session_id: bytes, body: wire.Hello, now: int) -> Response:
+        if body.cluster != self.config.cluster:
+            return self._handlers.refuse(
+                Fault.CLUSTER, f"this is cluster {self.config.cluster!r}, not {body.cluster!r}"
+            )
+        session = self._sessions.begin(session_id, body.member, now)
+        if session is None:
+            return self._handlers.refuse(
+                Fault.SESSIONS_MAX, f"sessions_max = {self.config.sessions_max} is reached"
+            )
+        limits = self.config.limits
+        assert self.member is not None
+        known = {
+            "key_bytes_max": limits.key_bytes_max,
+            "value_bytes_max": limits.value_bytes_max,
+            "batch_keys_max": limits.batch_keys_max,
+            "message_bytes_max": limits.message_bytes_max,
+            "inflight_max": limits.inflight_max,
+        }
+        ttl_ms = round(self.config.session_ttl_s * 1000)
+        return Kind.WELCOME, wire.Welcome(self.member, ttl_ms, known), ()
+
+    def _local(self, request: Request) -> Reply:
+        """A request of this process to its own node."""
+        assert self._own_session is not None
+        now = clock.monotonic()
+        kind, body, payload = self._handle(
+            self._own_session, request.kind, 0, request.body, list(request.payload), now
+        )
+        self._own_session.answers.clear()
+        frames = [self._lending.lend(p) if isinstance(p, Run) else p for p in payload]
+        return Reply(kind, body, frames, int(self._ownership.revision))
+
+    def _on_routes(self, session: Session, body: wire.Routes, frames: Any, now: int) -> Response:
+        table = self._ownership.table()
+        if body.revision > table.revision:
+            table = wire.Table(
+                table.fingerprint, table.revision, table.bucket_count, [], [], [], []
+            )
+        return Kind.TABLE, table, ()
+
+    def _on_snapshot(
+        self, session: Session, body: wire.Snapshot, frames: Any, now: int
+    ) -> Response:
+        ack = self._ownership.take_snapshot(body, session.member, frames, now)
+        return Kind.SNAPSHOT_ACK, ack, ()
+
+    # -- what others see
+
+    def _on_stats(self, session: Session, body: wire.Empty, frames: Any, now: int) -> Response:
+        return Kind.NODE_STATS, self.stats(), ()
+
+    def stats(self) -> wire.NodeStats:
+        """Labels and figures of this node; units end the names, counters end in ``_total``."""
+        from p2pkv.figures import collect
+
+        assert self.member is not None
+        return collect(self)
+
+    def client(self, timeout: float = 5.0) -> AsyncClient:
+        """The client's calls, from within this process: no socket for this node's own share."""
+        config = ClientConfig(
+            cluster=self.config.cluster,
+            seeds=(self.endpoint,),
+            timeout_s=timeout,
+            limits=self.config.limits,
+        )
+        return AsyncClient._hosted(config, self._router, self._driver)
+
+
+_NO_BOOT: Any = 0
+
+
+async def _quietly(ending: Coroutine[Any, Any, None]) -> None:
+    """Say good-bye to etcd, if it is there."""
+    try:
+        async with asyncio.timeout(2.0):
+            await ending
+    except (P2PKVError, TimeoutError) as e:
+        log.info("could not tell etcd: %s", e)

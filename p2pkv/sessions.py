@@ -1,0 +1,231 @@
+"""What a node remembers of those who talk to it: allocations, tokens, answers, pins.
+
+All of it is bounded, and goes when the session falls silent. No network, no clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from p2pkv.objects import Object, State
+from p2pkv.store import Store
+from p2pkv.types import Member
+from p2pkv.wire import Status
+
+OWNER_BYTES = 9
+"""Sessions of one client begin with the same bytes, its id; pins belong to the client."""
+
+ALLOCS_MAX = 65536
+TOKENS_MAX = 4096
+
+Response = tuple[int, Any, Sequence[Any]]
+"""Kind, body and payload of an answer."""
+
+
+class Allocation:
+    """An extent that is being filled by its session."""
+
+    __slots__ = ("deadline", "item", "written")
+
+    def __init__(self, item: Object, deadline: int) -> None:
+        self.item = item
+        self.written = 0
+        self.deadline = deadline
+
+
+class Token:
+    """An object that is being read in pieces."""
+
+    __slots__ = ("deadline", "item")
+
+    def __init__(self, item: Object, deadline: int) -> None:
+        self.item = item
+        self.deadline = deadline
+
+
+class Session:
+    """One peer's conversation."""
+
+    __slots__ = ("allocations", "answers", "answers_max", "id", "last_seen", "member", "tokens")
+
+    def __init__(self, id: bytes, member: Member | None, answers_max: int, now: int) -> None:
+        self.id = id
+        self.member = member
+        self.last_seen = now
+        self.allocations: dict[int, Allocation] = {}
+        self.tokens: dict[int, Token] = {}
+        self.answers: OrderedDict[int, Response] = OrderedDict()
+        self.answers_max = answers_max
+
+    @property
+    def owner(self) -> bytes:
+        return self.id[:OWNER_BYTES]
+
+    def remember(self, request: int, answer: Response) -> None:
+        """Keep a write's answer for a repeated request."""
+        self.answers[request] = answer
+        if len(self.answers) > self.answers_max:
+            self.answers.popitem(last=False)
+
+
+class Sessions:
+    """All sessions of a node."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        ttl_ns: int,
+        alloc_ns: int,
+        read_ns: int,
+        sessions_max: int,
+        answers_max: int,
+    ) -> None:
+        self._store = store
+        self._ttl = ttl_ns
+        self._alloc_ns = alloc_ns
+        self._read_ns = read_ns
+        self._max = sessions_max
+        self._answers_max = answers_max
+        self._by_id: dict[bytes, Session] = {}
+        self._next_id = 0
+        self.pins = Pins(store)
+        self.reaped = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_id.values())
+
+    def get(self, id: bytes) -> Session | None:
+        return self._by_id.get(id)
+
+    def begin(self, id: bytes, member: Member | None, now: int) -> Session | None:
+        """The session of this id, new or known. None: there are too many."""
+        session = self._by_id.get(id)
+        if session is None:
+            if len(self._by_id) >= self._max:
+                self.reap(now)
+                if len(self._by_id) >= self._max:
+                    return None
+            session = self._by_id[id] = Session(id, member, self._answers_max, now)
+        session.member = member
+        session.last_seen = now
+        return session
+
+    def end(self, session: Session) -> None:
+        """Take back everything that the session holds."""
+        self._by_id.pop(session.id, None)
+        self._store.abort_batch([a.item for a in session.allocations.values()])
+        self._store.release_batch([t.item for t in session.tokens.values()])
+        session.allocations.clear()
+        session.tokens.clear()
+
+    # -- allocations
+
+    def allocate(self, session: Session, items: Sequence[Object], now: int) -> list[int]:
+        """Ids under which the session fills and commits the objects."""
+        ids: list[int] = []
+        for item in items:
+            self._next_id += 1
+            session.allocations[self._next_id] = Allocation(item, now + self._alloc_ns)
+            ids.append(self._next_id)
+        return ids
+
+    def touch_allocation(self, session: Session, id: int, now: int) -> Allocation | None:
+        allocation = session.allocations.get(id)
+        if allocation is None or allocation.item.state is not State.ALLOCATED:
+            return None
+        allocation.deadline = now + self._alloc_ns
+        return allocation
+
+    # -- tokens
+
+    def open(self, session: Session, items: Sequence[Object], now: int) -> list[int]:
+        """Tokens under which the session reads the objects, whatever happens to their keys."""
+        self._store.acquire_batch(items)
+        ids: list[int] = []
+        for item in items:
+            self._next_id += 1
+            session.tokens[self._next_id] = Token(item, now + self._read_ns)
+            ids.append(self._next_id)
+        return ids
+
+    def touch_token(self, session: Session, id: int, now: int) -> Token | None:
+        token = session.tokens.get(id)
+        if token is not None:
+            token.deadline = now + self._read_ns
+        return token
+
+    def release(self, session: Session, ids: Sequence[int]) -> list[Status]:
+        tokens = [session.tokens.pop(id, None) for id in ids]
+        self._store.release_batch([t.item for t in tokens if t is not None])
+        return [Status.CONFLICT if t is None else Status.OK for t in tokens]
+
+    # -- deadlines
+
+    def reap(self, now: int) -> None:
+        """End silent sessions, and take back what passed its deadline in the others."""
+        for session in list(self._by_id.values()):
+            if now - session.last_seen > self._ttl:
+                self.reaped += 1
+                self.end(session)
+                continue
+            if session.allocations:
+                late = [i for i, a in session.allocations.items() if a.deadline <= now]
+                self._store.abort_batch([session.allocations.pop(i).item for i in late])
+            if session.tokens:
+                self.release(session, [i for i, t in session.tokens.items() if t.deadline <= now])
+        self.pins.reap(now)
+
+    def end_all(self) -> None:
+        for session in list(self._by_id.values()):
+            self.end(session)
+        self.pins.clear()
+
+
+class Pins:
+    """Pins by client and key, each until its time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pins: dict[tuple[bytes, bytes], tuple[Object, int]] = {}
+        self._due: list[tuple[int, tuple[bytes, bytes]]] = []
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def pin(self, owner: bytes, item: Object, until: int) -> Status:
+        """Pin an object, or prolong the pin of this owner."""
+        place = (owner, item.key)
+        held = self._pins.get(place)
+        if held is not None and held[0] is item:
+            until = max(until, held[1])
+        else:
+            status = self._store.pin(item)
+            if status is not Status.OK:
+                return status
+        self._pins[place] = (item, until)
+        heapq.heappush(self._due, (until, place))
+        return Status.OK
+
+    def unpin(self, owner: bytes, key: bytes) -> None:
+        held = self._pins.pop((owner, key), None)
+        if held is not None:
+            self._store.unpin(held[0])
+
+    def reap(self, now: int) -> None:
+        while self._due and self._due[0][0] <= now:
+            _, place = heapq.heappop(self._due)
+            held = self._pins.get(place)
+            if held is not None and held[1] <= now:
+                self.unpin(*place)
+
+    def clear(self) -> None:
+        for place in list(self._pins):
+            self.unpin(*place)
+        self._due.clear()
