@@ -6,7 +6,7 @@ one call on the node's event loop, so no handler ever sees another's half-done w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from p2pkv import ring, wire
@@ -41,7 +41,7 @@ class Handlers:
         limits: Limits,
         bucket_count: int,
         may_serve: Callable[[int], bool],
-        extra: dict[Kind, Callable[[Session, Any, Frames, int], Response]],
+        extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response]],
     ) -> None:
         self.member = member
         self.store = store
@@ -73,7 +73,8 @@ class Handlers:
             Kind.EXPIRE: self._expire,
             Kind.PING: lambda *_: (Kind.PONG, wire.Empty(), ()),
         }
-        self._kinds |= extra
+        for kind, handler in extra.items():
+            self._kinds[kind] = handler
 
     def handle(
         self, session: Session, kind: int, request: int, body: Any, frames: Frames, now: int

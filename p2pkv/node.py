@@ -30,7 +30,7 @@ from p2pkv.handlers import Handlers
 from p2pkv.membership import Contacts, Heartbeat
 from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
-from p2pkv.planner import Planner
+from p2pkv.planner import Planner, holders, registered
 from p2pkv.records import BucketChange, Meta, NodeRecord
 from p2pkv.routing import Reply, Request, Router
 from p2pkv.sessions import Response, Session, Sessions
@@ -228,7 +228,7 @@ class Node:
         self._mover = Mover(
             config, store, self._ownership, self._driver, self._authority_of(), self._random
         )
-        self._planner = Planner(config, meta)
+        self._planner = Planner()
         self._plan_wanted = asyncio.Event()
         self._ownership.on_change = self._on_ring_change
         self._register_contacts(gap=True)
@@ -288,7 +288,7 @@ class Node:
 
     async def _plan(self) -> None:
         """Plan placement, if this node is the one elected to."""
-        authority, ownership = self._authority_of(), self._ownership
+        authority = self._authority_of()
         assert self.member is not None
         while True:
             try:
@@ -307,9 +307,8 @@ class Node:
     def _changes(self) -> list[BucketChange]:
         view = self._ownership.view
         now = clock.monotonic()
-        owners = {v.record.primary for v in view.buckets.values()}
-        lost = self._contacts.lost(now, owners)
-        return self._planner.step(view, lost, now)
+        lost = self._contacts.lost(now, holders(view))
+        return self._planner.step(view, registered(view), lost, now)
 
     async def _propose(self, changes: list[BucketChange]) -> None:
         if not changes:
