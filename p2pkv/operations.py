@@ -35,6 +35,9 @@ WAVE = 4
 
 SCAN_BUCKETS_MAX = 4096
 
+_MISS = bytes([Status.MISS])
+_HIT_OR_MISS = bytes([Status.OK, Status.MISS])
+
 
 # --- checking arguments
 
@@ -56,7 +59,17 @@ def encode_keys(keys: Iterable[Key], limits: Limits) -> list[bytes]:
     """The bytes of many keys. Raises InvalidArgument, TooLarge."""
     if isinstance(keys, (str, bytes)):
         raise InvalidArgument("keys: must be a sequence of keys, not one key")
-    return [encode_key(key, limits) for key in keys]
+    encoded = [key.encode() if key.__class__ is str else key for key in keys]
+    if encoded and (
+        set(map(type, encoded)) != _BYTES_ONLY
+        or not all(encoded)
+        or max(map(len, encoded)) > limits.key_bytes_max
+    ):
+        return [encode_key(key, limits) for key in encoded]
+    return encoded  # type: ignore[return-value]
+
+
+_BYTES_ONLY = {bytes}
 
 
 def _key_length(key: bytes, limits: Limits) -> InvalidArgument:
@@ -130,34 +143,31 @@ class GetBatch(Keyed):
         self.tell_once = False
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
-        keys = self.keys
-        return Request(to, Kind.GET, wire.Get([keys[i] for i in items], self.tell_once))
+        return Request(to, Kind.GET, wire.Get(self.keys_of(items), self.tell_once))
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Values = _expect(reply, Kind.VALUES)
         if len(body.sizes) != len(items):
             raise ProtocolError(f"{len(body.sizes)} values for {len(items)} keys")
         views = wire.placed(reply.frames, body.sizes, body.starts)
-        statuses = body.statuses or bytes(len(items))
+        done = items
+        if body.statuses:
+            statuses = body.statuses
+            done = [i for i, status in zip(items, statuses, strict=True) if not status]
+            views = [v for v, status in zip(views, statuses, strict=True) if not status]
         if self.buffers is None:
-            self._take_bytes(items, views, statuses)
+            self.put_results(done, [bytes(view) for view in views])
         else:
-            self._take_into(items, views, statuses)
+            self._take_into(done, views, self.buffers)
         if body.once:
             self.once += [i for i, once in zip(items, body.once, strict=False) if once]
         return body.statuses
 
-    def _take_bytes(self, items: Sequence[int], views: Sequence[memoryview], ok: bytes) -> None:
-        results = self.results
-        for i, view, status in zip(items, views, ok, strict=True):
-            if status == 0:
-                results[i] = bytes(view)
-
-    def _take_into(self, items: Sequence[int], views: Sequence[memoryview], ok: bytes) -> None:
-        results, buffers, copy = self.results, self.buffers or (), self.copy
-        for i, view, status in zip(items, views, ok, strict=True):
-            if status:
-                continue
+    def _take_into(
+        self, items: Sequence[int], views: Sequence[memoryview], buffers: Sequence[memoryview]
+    ) -> None:
+        results, copy = self.results, self.copy
+        for i, view in zip(items, views, strict=True):
             size, buffer = len(view), buffers[i]
             if size > len(buffer):
                 results[i] = _no_room(self.keys[i], size, len(buffer))
@@ -200,14 +210,15 @@ class PutBatch(Keyed):
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
         keys, sizes, values = self.keys, self.sizes or (), self.values
-        body = wire.Put([keys[i] for i in items], [sizes[i] for i in items], self.options)
+        if len(items) == len(keys):
+            body = wire.Put(list(keys), list(sizes), self.options)
+            return Request(to, Kind.PUT, body, gather(values, self.join_max))
+        body = wire.Put(self.keys_of(items), [sizes[i] for i in items], self.options)
         return Request(to, Kind.PUT, body, gather([values[i] for i in items], self.join_max))
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = _expect(reply, Kind.STATUSES)
-        results = self.results
-        for i in items:
-            results[i] = 1
+        self.put_results(items, [1] * len(items))
         return body.statuses
 
     def settle(self, item: int, status: int) -> None:
@@ -248,25 +259,15 @@ class FlagBatch(Keyed):
         self.results = [False] * len(keys)
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
-        keys = self.keys
-        return Request(to, self.kind, self.body([keys[i] for i in items]))
+        return Request(to, self.kind, self.body(self.keys_of(items)))
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = _expect(reply, Kind.STATUSES)
-        results, statuses = self.results, body.statuses
-        if not statuses:
-            for i in items:
-                results[i] = True
-            return b""
+        statuses = body.statuses or bytes(len(items))
         if len(statuses) != len(items):
             raise ProtocolError(f"{len(statuses)} statuses for {len(items)} keys")
-        if statuses.strip(b"\0\1"):
-            for i, status in zip(items, statuses, strict=True):
-                results[i] = status == 0
-            return statuses
-        for i, status in zip(items, statuses, strict=True):
-            results[i] = not status
-        return b""
+        self.put_results(items, [not status for status in statuses])
+        return statuses if statuses.strip(_HIT_OR_MISS) else b""
 
     def settle(self, item: int, status: int) -> None:
         if status == Status.MISS:
@@ -311,15 +312,37 @@ class Operations:
     # -- get
 
     def get(self, key: Key, timeout: float | None = None) -> Operation[bytes | None]:
-        results = yield from self._get([encode_key(key, self.limits)], None, timeout)
-        return _single(results)
+        data = encode_key(key, self.limits)
+        answer = yield from self._quick_get(data, timeout)
+        if answer is not None:
+            return None if answer.body.statuses else bytes(answer.frames[0])
+        results = yield from self._get([data], None, timeout)
+        value: bytes | None = _single(results)
+        return value
+
+    def _quick_get(self, key: bytes, timeout: float | None) -> Operation[Reply | None]:
+        """The usual answers to a get of one key: a hit in one frame, or a miss. Else None."""
+        table = self.router.table
+        owner = table.owner(ring.bucket_of(key, table.bucket_count)) if table else None
+        if owner is None:
+            return None
+        ctx = self.context(timeout)
+        answer = yield from ctx.ask(Request(owner, Kind.GET, wire.Get([key])))
+        if isinstance(answer, Reply) and answer.kind == Kind.VALUES:
+            body: wire.Values = answer.body
+            if body.statuses == _MISS:
+                return answer
+            if not body.statuses and [len(f) for f in answer.frames] == body.sizes:
+                return answer
+        return None
 
     def get_into(
         self, key: Key, buffer: Any, timeout: float | None = None
     ) -> Operation[int | None]:
         data, target = encode_key(key, self.limits), [writable(buffer)]
         results = yield from self._get([data], target, timeout)
-        return _single(results)
+        size: int | None = _single(results)
+        return size
 
     def batch_get(
         self, keys: Iterable[Key], timeout: float | None = None
@@ -725,8 +748,7 @@ class MatchBatch(Keyed):
         self.first_miss = len(keys)
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
-        keys = self.keys
-        return Request(to, Kind.MATCH, wire.Match([keys[i] for i in items]))
+        return Request(to, Kind.MATCH, wire.Match(self.keys_of(items)))
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Matched = _expect(reply, Kind.MATCHED)

@@ -275,6 +275,18 @@ class Keyed:
         self.buckets = buckets
         self.results: list[Any] = [None] * len(keys)
 
+    def keys_of(self, items: Sequence[int]) -> list[bytes]:
+        keys = self.keys
+        return list(keys) if len(items) == len(keys) else [keys[i] for i in items]
+
+    def put_results(self, items: Sequence[int], results: list[Any]) -> None:
+        """Outcomes of ``items``, which ascend."""
+        if len(items) == len(self.results):
+            self.results = results
+            return
+        for i, result in zip(items, results, strict=True):
+            self.results[i] = result
+
     def request(self, to: Member, items: Sequence[int]) -> Request:
         raise NotImplementedError
 
@@ -355,6 +367,7 @@ class _Run:
     def requests(self, table: Table) -> list[_Sent]:
         """One request per owner (several where a message's limits ask for it), and the repeats."""
         op, sent = self.op, self.unanswered
+        self.pending = sorted(self.pending)  # so that as many items as keys are all in order
         homeless: Sequence[int] = ()
         for owner, items in table.split(op.buckets, self.pending).items():
             if owner < 0:
