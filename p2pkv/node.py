@@ -449,13 +449,17 @@ class Node:
 
     def client(self, timeout: float = 5.0) -> AsyncClient:
         """The client's calls, from within this process: no socket for this node's own share."""
+        return AsyncClient._hosted(*self.hosting(timeout))
+
+    def hosting(self, timeout: float) -> tuple[ClientConfig, Router, AsyncDriver]:
+        """What a client in this process is made of."""
         config = ClientConfig(
             cluster=self.config.cluster,
             seeds=(self.endpoint,),
             timeout_s=timeout,
             limits=self.config.limits,
         )
-        return AsyncClient._hosted(config, self._router, self._driver)
+        return config, self._router, self._driver
 
 
 _NO_BOOT: Any = 0
