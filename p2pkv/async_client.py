@@ -71,7 +71,6 @@ class _PeerLink:
         self.credit = credit
         self.waiting: dict[int, tuple[_Exchange, int]] = {}
         self.backlog: deque[tuple[_Exchange, int]] = deque()
-        self.greeted_at = -1
         self._listen()
 
     def _listen(self) -> None:
@@ -103,25 +102,16 @@ class _PeerLink:
 
     def _take(self, request_id: int, reply: Reply) -> None:
         if reply.kind == Kind.ERROR:
-            if reply.body.fault == wire.Fault.NO_SESSION and self._greet_again():
-                return
+            if reply.body.fault == wire.Fault.NO_SESSION:
+                waiting = {i: e.requests[index] for i, (e, index) in self.waiting.items()}
+                if self.link.renew(request_id, waiting):
+                    return
             if request_id == 0:
                 self._end_all(reply)
                 return
         entry = self.waiting.pop(request_id, None)
         if entry is not None:
             entry[0].answer(entry[1], reply)
-
-    def _greet_again(self) -> bool:
-        """The peer has forgotten the session. Begin it again, at most once a second."""
-        now = time.monotonic_ns()
-        if self.greeted_at >= 0 and now - self.greeted_at < clock.SECOND_NS:
-            return bool(self.waiting)
-        self.greeted_at = now
-        self.link.greet()
-        for exchange, index in self.waiting.values():
-            self.link.send(exchange.requests[index])
-        return True
 
     def _end_all(self, answer: Answer) -> None:
         entries = [*self.waiting.values(), *self.backlog]
@@ -428,8 +418,9 @@ class AsyncClient:
                 if value is not None:
                     yield key, value
 
-    async def scan_keys(self, prefix: Key = b"", *, page: int = 4096,
-                        timeout: float | None = None) -> AsyncIterator[tuple[bytes, int]]:  # fmt: skip
+    async def scan_keys(
+        self, prefix: Key = b"", *, page: int = 4096, timeout: float | None = None
+    ) -> AsyncIterator[tuple[bytes, int]]:
         """See ``Client.scan_keys``."""
         async for keys in self._pages(prefix, page, timeout):
             for item in keys:

@@ -132,13 +132,13 @@ class Channel:
         if len(requests) == 1:
             link = self._links.get(requests[0].to)
             if link is not None and link.connected and link.send(requests[0]):
-                reply = self._answer_soon(link, requests[0])
-                if reply is not None:
-                    return [reply]
+                answer = self._answer_soon(link, requests[0])
+                if answer is not None:
+                    return [answer]
                 exchange.adopt(link)
         return exchange.run(deadline_ns)
 
-    def _answer_soon(self, link: Link, request: Request) -> Reply | None:
+    def _answer_soon(self, link: Link, request: Request) -> Answer | None:
         """The usual case: an idle link, an answer within moments. None: look closer."""
         if not (self._spin(link) or zmq_poll(((link.socket, zmq.POLLIN),), QUICK_MS)):
             return None
@@ -146,8 +146,9 @@ class Channel:
             for request_id, reply in link.receive():
                 if request_id == request.id and reply.kind != Kind.ERROR:
                     return reply
-        except ProtocolError:
+        except ProtocolError as e:
             link.reset()
+            return Lost(str(e))
         return None
 
     def _spin(self, link: Link) -> bool:
@@ -208,7 +209,6 @@ class _Exchange:
         self.answers: list[Answer | None] = [None] * len(requests)
         self.waiting: dict[Link, dict[int, int]] = {}
         self.backlog: dict[Link, deque[int]] = {}
-        self.greeted: set[Link] = set()
 
     def run(self, deadline_ns: int) -> list[Answer]:
         if not self.waiting:
@@ -265,8 +265,10 @@ class _Exchange:
     def _collect(self, link: Link) -> None:
         waiting = self.waiting[link]
         for request_id, reply in link.receive():
-            if reply.kind == Kind.ERROR and self._greet_again(link, request_id, reply):
-                return
+            if reply.kind == Kind.ERROR and self._refused(link, request_id, reply):
+                if link not in self.waiting:
+                    return
+                continue
             index = waiting.pop(request_id, None)
             if index is not None:
                 self.answers[index] = reply
@@ -277,14 +279,11 @@ class _Exchange:
         if not waiting and not backlog:
             del self.waiting[link]
 
-    def _greet_again(self, link: Link, request_id: int, reply: Reply) -> bool:
-        """The peer refused the session itself, or has forgotten it: begin it again, once."""
-        if reply.body.fault == wire.Fault.NO_SESSION and link not in self.greeted:
-            self.greeted.add(link)
-            link.greet()
-            for index in self.waiting[link].values():
-                link.send(self.requests[index])
-            return True
+    def _refused(self, link: Link, request_id: int, reply: Reply) -> bool:
+        """The peer refused the session itself, or has forgotten it."""
+        if reply.body.fault == wire.Fault.NO_SESSION:
+            waiting = {i: self.requests[index] for i, index in self.waiting[link].items()}
+            return link.renew(request_id, waiting)
         if request_id == 0:
             for index in self._all_of(link):
                 self.answers[index] = reply

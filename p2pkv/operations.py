@@ -785,6 +785,8 @@ class ScanCursor:
         self.prefix = prefix
         self.limit = limit
         self.after = b""
+        self.begun: int | None = None
+        """The bucket that ``after`` is in; whoever owns it is asked for the rest of it next."""
         self.bucket_count = 0
         self.left: dict[int, None] | None = None
 
@@ -800,22 +802,23 @@ class ScanCursor:
 
     @property
     def next_bucket(self) -> int:
-        return next(iter(self.left or ()))
+        return next(iter(self.left or ())) if self.begun is None else self.begun
 
     def run_of(self, table: routing.Table) -> list[int]:
         """The next bucket and all others left of its owner."""
-        owners, owner = table.owners, table.owners[self.next_bucket]
-        return [b for b in self.left or () if owners[b] == owner][:SCAN_BUCKETS_MAX]
+        owners, first = table.owners, self.next_bucket
+        others = [b for b in self.left or () if owners[b] == owners[first] and b != first]
+        return [first, *others[: SCAN_BUCKETS_MAX - 1]]
 
     def advance(self, buckets: Sequence[int], page: wire.Page) -> None:
         """Go on behind a page. Its last key belongs to the unfinished bucket, or to one before."""
         if page.finished:
-            self.after = b""
+            self.after, self.begun = b"", None
         self.finish(buckets[: page.finished])
         if page.finished < len(buckets) and page.keys:
             at = buckets[page.finished]
             if ring.bucket_of(page.keys[-1], self.bucket_count) == at:
-                self.after = page.keys[-1]
+                self.after, self.begun = page.keys[-1], at
 
     def finish(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:

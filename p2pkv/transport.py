@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -21,6 +21,7 @@ from zmq.backend import zmq_poll
 
 from p2pkv import wire
 from p2pkv.buffers import Lending, Run
+from p2pkv.clock import SECOND_NS, monotonic
 from p2pkv.config import Limits
 from p2pkv.errors import ConfigError
 from p2pkv.routing import Reply, Request
@@ -100,6 +101,8 @@ class Link:
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
         self.socket = socket
         self.connected = False
+        self._repeated: set[int] = set()
+        self._renewed_ns = -SECOND_NS
         try:
             socket.connect(self.endpoint)
         except zmq.ZMQError as e:
@@ -110,6 +113,25 @@ class Link:
     def greet(self) -> None:
         """Begin the session (again)."""
         self.socket.send(wire.encode(Kind.HELLO, 0, 0, self._hello))
+
+    def renew(self, request_id: int, waiting: Mapping[int, Request]) -> bool:
+        """The peer has no session of ours (any more), as the refusal of a request says.
+
+        Begins it again and repeats all that waits, whose own refusals, still on their way, then
+        mean nothing. False: it was begun a moment ago, so the peer does not want us.
+        """
+        if request_id in self._repeated:
+            self._repeated.discard(request_id)
+            return True
+        now = monotonic()
+        if now - self._renewed_ns < SECOND_NS:
+            return False
+        self._renewed_ns = now
+        self._repeated = set(waiting) - {request_id}
+        self.greet()
+        for request in waiting.values():
+            self.send(request)
+        return True
 
     def reset(self) -> None:
         """Drop the connection and whatever waits in it, and connect anew."""
