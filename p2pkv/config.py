@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -187,7 +188,8 @@ def load(
     for name, value in (environ if environ is not None else os.environ).items():
         if name.startswith("P2PKV_"):
             path = name.removeprefix("P2PKV_").lower().split("__")
-            if _leaf_type(kind, path) is not None:
+            leaf = _leaf_type(kind, path)
+            if leaf is not None and _struct(leaf) is None:
                 _put(tree, path, value)
     for name, value in flags.items():
         if value is not None:
@@ -197,7 +199,7 @@ def load(
 
 def build(kind: type[S], tree: Mapping[str, Any]) -> S:
     """Validate a tree of plain values. Raises ConfigError."""
-    _split_lists(kind, tree)
+    _read_texts(kind, tree)
     try:
         return msgspec.convert(tree, kind, strict=False)
     except msgspec.ValidationError as e:
@@ -248,16 +250,30 @@ def _struct(kind: Any) -> Any:
     return next((k for k in options if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
 
 
-def _split_lists(kind: Any, tree: Any) -> None:
-    """``a,b`` from the environment or a flag becomes a list where the field is a tuple."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([kmgt])(?:i?b)?|b?)", re.IGNORECASE)
+
+
+def parse_size(text: str, field: str = "size") -> int:
+    """Bytes from ``4096``, ``64MiB``, ``1.5g``; units are powers of 1,024. Raises ConfigError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise _error(field, text, "a number of bytes, such as 4096, 64MiB or 1g")
+    power = " kmgt".index((match[2] or " ").lower())
+    return int(float(match[1]) * 1024**power) if "." in match[1] else int(match[1]) << 10 * power
+
+
+def _read_texts(kind: Any, tree: Any) -> None:
+    """Texts from the environment, a flag or a file: ``a,b`` for a tuple, ``64MiB`` for bytes."""
     if not isinstance(tree, dict):
         return
     for name, value in tree.items():
         hint = _leaf_type(kind, [name])
         if isinstance(value, str) and get_origin(hint) is tuple:
             tree[name] = [part for part in value.split(",") if part]
+        elif isinstance(value, str) and "bytes" in name and hint is not None:
+            tree[name] = parse_size(value, name)
         elif isinstance(value, dict):
-            _split_lists(hint, value)
+            _read_texts(hint, value)
 
 
 def _explain(message: str, tree: Mapping[str, Any]) -> str:
@@ -289,5 +305,6 @@ __all__ = [
     "build",
     "load",
     "local",
+    "parse_size",
     "replace",
 ]

@@ -18,6 +18,10 @@ from p2pkv.wire import Buffer
 GAP_MAX = 128
 """Bytes between two values that are sent along rather than ending the piece: header, padding."""
 
+RUN_MAX = 4 << 20
+"""A longer piece is cut between two values: the receiver's allocator maps (and faults in) fresh
+memory for very large frames, which halves the rate."""
+
 JOIN_MAX = 256 << 10
 """Pieces below this are copied and joined."""
 
@@ -41,7 +45,8 @@ class Payload:
         first = 0
         for i, item in enumerate(items):
             offset = item.offset
-            if not 0 <= offset - end <= GAP_MAX or begin < 0:
+            together = 0 <= offset - end <= GAP_MAX and offset + item.size - begin <= RUN_MAX
+            if not together or begin < 0:
                 if begin >= 0:
                     self._piece(begin, end, items[first:i])
                     position += end - begin

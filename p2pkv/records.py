@@ -13,6 +13,8 @@ Values are JSON, so that ``etcdctl get --prefix`` is readable when nothing else 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
@@ -86,3 +88,64 @@ class View(msgspec.Struct, kw_only=True):
     boots: dict[NodeId, BootId] = msgspec.field(default_factory=dict)
     buckets: dict[BucketId, Versioned] = msgspec.field(default_factory=dict)
     planner: Member | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What changed in a View up to ``revision``; None stands for a record that was deleted.
+
+    ``meta`` and ``planner`` are UNSET if they did not change.
+    """
+
+    revision: Revision
+    meta: Meta | msgspec.UnsetType | None = msgspec.UNSET
+    nodes: dict[NodeId, NodeRecord | None] = msgspec.field(default_factory=dict)
+    boots: dict[NodeId, BootId | None] = msgspec.field(default_factory=dict)
+    buckets: dict[BucketId, Versioned | None] = msgspec.field(default_factory=dict)
+    planner: Member | msgspec.UnsetType | None = msgspec.UNSET
+
+    def __bool__(self) -> bool:
+        """Whether anything changed."""
+        rest = self.meta is not msgspec.UNSET or self.planner is not msgspec.UNSET
+        return bool(self.nodes or self.boots or self.buckets or rest)
+
+
+def apply(view: View, delta: Delta) -> None:
+    """Bring ``view`` to ``delta.revision``."""
+    _apply(view.nodes, delta.nodes)
+    _apply(view.boots, delta.boots)
+    _apply(view.buckets, delta.buckets)
+    if not isinstance(delta.meta, msgspec.UnsetType):
+        view.meta = delta.meta
+    if not isinstance(delta.planner, msgspec.UnsetType):
+        view.planner = delta.planner
+    view.revision = delta.revision
+
+
+def difference(old: View, new: View) -> Delta:
+    """The delta that brings ``old`` to ``new``."""
+    return Delta(
+        revision=new.revision,
+        meta=msgspec.UNSET if old.meta == new.meta else new.meta,
+        nodes=_difference(old.nodes, new.nodes),
+        boots=_difference(old.boots, new.boots),
+        buckets=_difference(old.buckets, new.buckets),
+        planner=msgspec.UNSET if old.planner == new.planner else new.planner,
+    )
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _apply(target: dict[K, V], changes: dict[K, V | None]) -> None:
+    for key, value in changes.items():
+        if value is None:
+            target.pop(key, None)
+        else:
+            target[key] = value
+
+
+def _difference(old: dict[K, V], new: dict[K, V]) -> dict[K, V | None]:
+    changes: dict[K, V | None] = {k: v for k, v in new.items() if old.get(k) != v}
+    changes.update((k, None) for k in old.keys() - new.keys())
+    return changes

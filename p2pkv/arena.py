@@ -1,0 +1,239 @@
+"""The memory of a node: one file in shared memory, mapped whole.
+
+The file is named ``p2pkv-<hint>-<pid>-<start time>-<number>`` so that local processes of the same
+user can map it, and so that the remains of a killed node can be told from the arena of a running
+one: its process is gone *and* nobody holds the lock on the file. The second test is for processes
+in other PID namespaces that share /dev/shm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from p2pkv.errors import ConfigError
+
+SHM_DIRECTORY = "/dev/shm"
+THP_SWITCH = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+BULK_BYTES: Final = 256 << 10
+"""From this size on a write lets other threads run: below, handing over the GIL costs more."""
+
+_NAME = re.compile(r"p2pkv-[A-Za-z0-9._-]*-(\d+)-(\d+)-\d+")
+_HINT = re.compile(r"[A-Za-z0-9._-]{0,64}")
+_MADV_POPULATE_WRITE = 23  # not in the mmap module
+_numbers = itertools.count()
+
+
+class Arena:
+    """``size`` bytes of shared memory. Made by ``create``; a context manager that closes it."""
+
+    def __init__(self, mapping: mmap.mmap, path: Path, fd: int) -> None:
+        self._mapping = mapping
+        self._fd = fd
+        self.path = path
+        self.size = len(mapping)
+        self.view = memoryview(mapping)
+        self.address = _address(self.view)
+        """Where byte 0 is mapped in this process. Not to be used after ``close``."""
+        self.closed = False
+
+    @classmethod
+    def create(
+        cls,
+        size_bytes: int,
+        name_hint: str = "",
+        *,
+        huge_pages: bool = False,
+        prefault: bool = False,
+        directory: str | Path = SHM_DIRECTORY,
+    ) -> Arena:
+        """Makes the file (mode 0600) and maps it; removes those of dead processes first.
+
+        Without ``prefault`` pages are taken at the first write, so a full /dev/shm shows only
+        then, and kills the process: prefault where others use it too. Raises ConfigError if the
+        size is not positive or more than the file system has free, if the hint is not up to 64
+        of ``a-z A-Z 0-9 . _ -``, or if huge pages are asked for and the kernel has them off.
+        """
+        root = Path(directory)
+        _check(size_bytes, name_hint, huge_pages)
+        remove_stale(root)
+        _check_room(size_bytes, root)
+        path, fd = _create_file(root, name_hint)
+        try:
+            return cls(_map(fd, size_bytes, huge_pages, prefault), path, fd)
+        except BaseException as e:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            if isinstance(e, OSError):
+                raise ConfigError(f"memory_limit_bytes = {size_bytes}: {root}: {e}") from e
+            raise
+
+    def write(self, offset: int, source: bytes | bytearray | memoryview) -> None:
+        """Copies a contiguous buffer to ``offset``; from BULK_BYTES on without the GIL.
+
+        Raises ValueError if it does not fit there, is not contiguous, or the arena is closed.
+        """
+        view = memoryview(source)
+        size = view.nbytes
+        if self.closed:
+            raise ValueError("the arena is closed")
+        if offset < 0 or offset + size > self.size:
+            raise ValueError(f"{size} bytes at offset {offset}: the arena has {self.size} bytes")
+        if not view.c_contiguous:
+            raise ValueError("the source buffer is not contiguous")
+        if size >= BULK_BYTES:
+            with self.view[offset : offset + size] as target:  # a close meanwhile waits for it
+                ctypes.memmove(_address(target), _address(view), size)
+        elif size:
+            self.view[offset : offset + size] = view.cast("B")
+
+    def close(self) -> None:
+        """Removes the file. The memory itself goes with the last view of it that is still held."""
+        if self.closed:
+            return
+        self.closed = True
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        with suppress(BufferError):
+            self.view.release()
+            self._mapping.close()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def remove_stale(directory: str | Path = SHM_DIRECTORY) -> list[Path]:
+    """Removes arenas whose process is dead, as far as permissions allow; answers which."""
+    removed = []
+    for path in Path(directory).iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and start_time(int(match[1])) != int(match[2]) and _remove_unlocked(path):
+            removed.append(path)
+    return removed
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in clock ticks since the machine was; None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(b")")[2].split()[19])
+
+
+def huge_pages_enabled(switch: str | Path = THP_SWITCH) -> bool:
+    """Whether the kernel gives huge pages to shared memory on request."""
+    try:
+        chosen = re.search(r"\[(\w+)\]", Path(switch).read_text())
+    except OSError:
+        return False
+    return chosen is not None and chosen[1] in {"always", "within_size", "advise", "force"}
+
+
+def _check(size_bytes: int, name_hint: str, huge_pages: bool) -> None:
+    if size_bytes <= 0:
+        raise ConfigError(f"memory_limit_bytes = {size_bytes}: must be positive")
+    if not _HINT.fullmatch(name_hint):
+        raise ConfigError(f"name_hint = {name_hint!r}: must be up to 64 of a-z A-Z 0-9 . _ -")
+    if huge_pages and not huge_pages_enabled():
+        raise ConfigError(f"huge_pages = True: write 'advise' to {THP_SWITCH} first")
+
+
+def _check_room(size_bytes: int, root: Path) -> None:
+    figures = os.statvfs(root)
+    free = figures.f_bavail * figures.f_frsize
+    if size_bytes > free:
+        raise ConfigError(
+            f"memory_limit_bytes = {size_bytes}: {root} has {free} bytes free "
+            f"of {figures.f_blocks * figures.f_frsize}"
+        )
+
+
+def _create_file(root: Path, hint: str) -> tuple[Path, int]:
+    """A new file, locked. Made anew if another process takes it for a dead one's before that."""
+    pid = os.getpid()
+    for _ in range(16):
+        path = root / f"p2pkv-{hint}-{pid}-{start_time(pid)}-{next(_numbers)}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return path, fd
+        os.close(fd)
+    raise ConfigError(f"{root}: files made there are removed at once by another process")
+
+
+def _remove_unlocked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # another user's, or just removed
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _map(fd: int, size: int, huge_pages: bool, prefault: bool) -> mmap.mmap:
+    os.ftruncate(fd, size)
+    mapping = mmap.mmap(fd, size)
+    if huge_pages:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    if prefault:
+        try:
+            mapping.madvise(_MADV_POPULATE_WRITE)
+        except OSError as e:
+            if e.errno == errno.ENOMEM:
+                raise
+            os.posix_fallocate(fd, 0, size)  # older kernels; and it says so if there is no room
+    return mapping
+
+
+class _PyBuffer(ctypes.Structure):
+    """``Py_buffer`` of CPython's stable ABI (PEP 688 gives Python code no address)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer: Any = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_get_buffer.restype = ctypes.c_int
+_release_buffer: Any = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
+_release_buffer.restype = None
+
+
+def _address(view: memoryview) -> int:
+    """Where a contiguous buffer lies, read-only or not; valid as long as ``view`` is held."""
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), 0)
+    try:
+        return int(buffer.buf or 0)
+    finally:
+        _release_buffer(ctypes.byref(buffer))

@@ -1,0 +1,193 @@
+"""etcd and nodes on this machine as child processes, for ``p2pkv up``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from p2pkv.commands import state
+from p2pkv.commands.output import UNREACHABLE, Failure
+from p2pkv.config import EtcdConfig
+from p2pkv.etcd_server import EtcdCluster, EtcdServer
+from p2pkv.records import View
+from p2pkv.types import Member
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+_LOG_TAIL_BYTES = 2000
+
+
+class NodeProcess:
+    """One ``p2pkv node`` as a child."""
+
+    def __init__(self, node_id: str, log: Path, options: Mapping[str, str]) -> None:
+        self.node_id = node_id
+        self.log = log
+        self.reported = False
+        arguments = [f"{name}={value}" for name, value in options.items()]
+        # What is set for the cluster at large may not reach into its nodes' options.
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("P2PKV_")}
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "p2pkv.cli", "node", f"--node-id={node_id}", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                # An interrupt at the terminal is for us: we end our children in order.
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def log_tail(self) -> str:
+        return tail(self.log)
+
+
+class LocalCluster:
+    """The processes of one cluster. ``start`` it, ``watch`` it, ``stop`` it.
+
+    ``endpoints`` empty: an etcd of its own is started. ``memory_bytes`` is for each node.
+    """
+
+    def __init__(
+        self, cluster: str, nodes: int, memory_bytes: int, endpoints: tuple[str, ...] = ()
+    ) -> None:
+        self.cluster = cluster
+        self.count = nodes
+        self.memory_bytes = memory_bytes
+        self.endpoints = endpoints
+        self.nodes: list[NodeProcess] = []
+        self._etcd: EtcdCluster | None = None
+        self._etcd_reported = False
+
+    @property
+    def own_etcd(self) -> EtcdServer | None:
+        return self._etcd.members[0] if self._etcd else None
+
+    def start(self) -> None:
+        """Start all processes; does not wait for the nodes. Raises AuthorityUnavailable."""
+        if self.endpoints:
+            asyncio.run(self._view())
+        else:
+            self._etcd = EtcdCluster(1)
+            self._save(False)
+            self.endpoints = self._etcd.start().endpoints
+        self._save(False)
+        options = {
+            "--cluster": self.cluster,
+            "--etcd-endpoints": ",".join(self.endpoints),
+            "--memory-limit-bytes": str(self.memory_bytes),
+        }
+        directory = state.directory(self.cluster)
+        for number in range(1, self.count + 1):
+            node_id = f"n{number}"
+            self.nodes.append(NodeProcess(node_id, directory / f"{node_id}.log", options))
+            self._save(False)
+
+    def wait_ready(self, on_step: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
+        """Until every bucket is where it belongs. False if ``stopped`` first. Raises Failure."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not stopped():
+            for sentence in self.deaths():
+                raise Failure(sentence)
+            view = asyncio.run(self._view())
+            waiting = self.missing(view)
+            if not waiting:
+                self._save(True)
+                return True
+            if time.monotonic() > deadline:
+                raise Failure(f"not ready after {READY_TIMEOUT_S:.0f} s: {waiting}", UNREACHABLE)
+            on_step(waiting)
+            time.sleep(0.1)
+        return False
+
+    async def _view(self) -> View:
+        from p2pkv.authority import discover
+
+        return await discover(EtcdConfig(endpoints=self.endpoints), self.cluster)
+
+    def missing(self, view: View) -> str:
+        """What still has to happen until the ring is complete; empty if nothing."""
+        absent = [n.node_id for n in self.nodes if n.node_id not in view.nodes]
+        if absent:
+            return f"waiting for {', '.join(absent)} to register"
+        total = view.meta.bucket_count if view.meta else 0
+        alive = {Member(n, r.boot) for n, r in view.nodes.items()}
+        settled = sum(
+            v.record.primary in alive and v.record.assigned[:1] == (v.record.primary.node,)
+            for v in view.buckets.values()
+        )
+        owners = {v.record.primary.node for v in view.buckets.values()}
+        idle = [n.node_id for n in self.nodes if n.node_id not in owners]
+        if settled < total or total == 0:
+            return f"{settled} of {total} buckets are where they belong"
+        return (
+            f"waiting for {', '.join(idle)} to get buckets" if idle and total >= len(alive) else ""
+        )
+
+    def deaths(self) -> Iterator[str]:
+        """A sentence for each process that ended since it was last asked."""
+        server = self.own_etcd
+        if server is not None and not server.running and not self._etcd_reported:
+            self._etcd_reported = True
+            yield f"etcd has ended; the end of its log:\n{server.log_tail()}"
+        for node in self.nodes:
+            if not node.running and not node.reported:
+                node.reported = True
+                yield (
+                    f"node {node.node_id} has ended ({_ending(node.process.returncode)}); "
+                    f"the end of {node.log}:\n{node.log_tail()}"
+                )
+
+    @property
+    def anything_left(self) -> bool:
+        return any(n.running for n in self.nodes)
+
+    def stop(self) -> None:
+        """End all processes, nodes first, and forget the state."""
+        for node in self.nodes:
+            if node.running:
+                node.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for node in self.nodes:
+            try:
+                node.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                node.process.kill()
+                node.process.wait()
+        if self._etcd is not None:
+            self._etcd.stop()
+        state.remove(self.cluster)
+
+    def _save(self, ready: bool) -> None:
+        processes = [
+            state.Process(n.node_id, n.process.pid, state.start_time(n.process.pid), str(n.log))
+            for n in self.nodes
+        ]
+        server = self.own_etcd
+        if server is not None and server.running:
+            processes.append(state.Process("etcd", server.pid, state.start_time(server.pid), ""))
+        state.write(state.State(self.cluster, os.getpid(), self.endpoints, tuple(processes), ready))
+
+
+def tail(path: Path) -> str:
+    """The end of a log file."""
+    try:
+        return path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}"

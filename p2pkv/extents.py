@@ -1,0 +1,125 @@
+"""Extents of objects, and the tokens of their readers.
+
+An object that is given up keeps its extent, bytes untouched, until its last reader is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from p2pkv.allocator import Allocator
+from p2pkv.arena import Arena
+from p2pkv.errors import Conflict
+from p2pkv.objects import CLEARED_HEADER, HEADER_BYTES, METADATA_BYTES, Object, State
+
+_ALLOCATED, _COMMITTED, _RETIRING, _GONE = State
+
+
+class Extents:
+    """The arena's space as objects take it and give it back."""
+
+    __slots__ = (
+        "allocator",
+        "metadata_bytes",
+        "release_later",
+        "retiring",
+        "retiring_bytes",
+        "view",
+    )
+
+    def __init__(self, arena: Arena) -> None:
+        self.view = arena.view
+        self.allocator = Allocator(arena.size)
+        self.metadata_bytes = 0
+        """Cost of all objects that have an extent."""
+        self.retiring: dict[Object, None] = {}
+        self.retiring_bytes = 0
+        self.release_later: deque[Object] = deque()
+
+    @property
+    def value_bytes_max(self) -> int:
+        """The largest value that an empty arena holds."""
+        return self.allocator.size - HEADER_BYTES
+
+    def take(self, lengths: Sequence[int]) -> list[int] | None:
+        """Offsets of values in extents of ``lengths`` bytes, in one run if there is one.
+
+        None, and nothing taken: not all fit.
+        """
+        offsets = self.allocator.alloc_batch(lengths)
+        return None if offsets is None else [offset + HEADER_BYTES for offset in offsets]
+
+    def take_one(self, length: int) -> int | None:
+        """Offset of one value, or None."""
+        offset = self.allocator.alloc(length)
+        return None if offset is None else offset + HEADER_BYTES
+
+    def charge(self, items: Sequence[Object]) -> None:
+        """Counts the records of new objects."""
+        self.metadata_bytes += len(items) * METADATA_BYTES + sum([len(o.key) for o in items])
+
+    def give_back(self, items: Collection[Object]) -> int:
+        """Frees the extents of objects that nobody reads; those of the others wait.
+
+        Answers the size of the largest free extent that came of it.
+        """
+        waiting = [item for item in items if item.readers]
+        if waiting:
+            for item in waiting:
+                item.state = _RETIRING
+                self.retiring[item] = None
+                self.retiring_bytes += item.extent_bytes
+            items = [item for item in items if not item.readers]
+        return self._free(items)
+
+    def _free(self, items: Collection[Object]) -> int:
+        view = self.view
+        starts: list[int] = []
+        for item in items:
+            item.state = _GONE
+            start = item.offset - HEADER_BYTES
+            view[start : item.offset] = CLEARED_HEADER
+            starts.append(start)
+        self.metadata_bytes -= len(items) * METADATA_BYTES + sum([len(o.key) for o in items])
+        return self.allocator.free_batch(starts)
+
+    def acquire_batch(self, items: Sequence[Object]) -> None:
+        """One token for each object. Raises Conflict, taking none, if one has left the store."""
+        for item in items:
+            if item.state > _COMMITTED:
+                raise Conflict(f"object of {len(item.key)}-byte key is {item.state.name}")
+        for item in items:
+            item.readers += 1
+
+    def release_batch(self, items: Sequence[Object]) -> None:
+        """Gives one token of each object back.
+
+        Raises ValueError, after all others, if one has no token.
+        """
+        done: list[Object] = []
+        foreign: list[Object] = []
+        for item in items:
+            if item.readers <= 0:
+                foreign.append(item)
+                continue
+            item.readers -= 1
+            if item.state is _RETIRING and not item.readers:
+                done.append(item)
+        self._finish(done)
+        if foreign:
+            raise ValueError(f"no token is held on {foreign[0]!r}")
+
+    def _finish(self, items: Sequence[Object]) -> None:
+        for item in items:
+            del self.retiring[item]
+            self.retiring_bytes -= item.extent_bytes
+        if items:
+            self._free(items)
+
+    def reap(self) -> int:
+        """Takes what is in ``release_later`` at the moment; answers how many tokens."""
+        queue = self.release_later
+        items = [queue.popleft() for _ in range(len(queue))]
+        self.release_batch(items)
+        return len(items)

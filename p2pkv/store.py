@@ -1,0 +1,504 @@
+"""The objects of one node: index, extents, pins, expiry, eviction. No network, no clock.
+
+Everything is called from one thread, in batches; ``now`` is monotonic nanoseconds. A put has two
+steps: ``allocate_batch`` gives extents, evicting what is in the way, the caller writes the bytes
+into the arena, ``commit_batch`` makes them visible and retires what they replace.
+
+Pins and tokens belong to an object, not to its key: an object that is overwritten, deleted or
+expired leaves the index at once. Its bytes stay as they are until the last token is released.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+
+from p2pkv.arena import Arena
+from p2pkv.catalog import Catalog
+from p2pkv.errors import ConfigError
+from p2pkv.eviction import EvictionPolicy
+from p2pkv.objects import (
+    METADATA_BYTES,
+    Bucket,
+    Object,
+    Pin,
+    Reason,
+    State,
+    StoreStats,
+    extent_bytes,
+    extents_bytes,
+)
+from p2pkv.store_audit import audit
+from p2pkv.types import BucketId
+from p2pkv.wire import Buffer, PutOptions, Status
+
+# Members of enumerations are looked up through a descriptor, which hot loops would feel.
+_ALLOCATED, _COMMITTED, _RETIRING, _GONE = State
+_PLAIN, _SOFT, _HARD = Pin
+_EXPIRED = Reason.EXPIRED
+_OK, _MISS, _CONFLICT = Status.OK, Status.MISS, Status.CONFLICT
+
+
+class Store(Catalog):
+    """Objects in an arena.
+
+    ``metadata_limit_bytes`` bounds keys and records (METADATA_BYTES + the key for each object);
+    ``hard_pin_quota`` is the share of the arena that hard-pinned extents may take;
+    ``value_bytes_max`` is lowered to what the arena could hold. Raises ConfigError for limits
+    that cannot hold one object.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        metadata_limit_bytes: int,
+        hard_pin_quota: float = 0.25,
+        key_bytes_max: int = 1024,
+        value_bytes_max: int = 1 << 30,
+        policy: EvictionPolicy[Object] | None = None,
+    ) -> None:
+        if metadata_limit_bytes < METADATA_BYTES + key_bytes_max:
+            raise ConfigError(
+                f"metadata_limit_bytes = {metadata_limit_bytes}: must be at least "
+                f"{METADATA_BYTES + key_bytes_max}, the cost of one object"
+            )
+        super().__init__(
+            arena,
+            metadata_limit_bytes=metadata_limit_bytes,
+            hard_pin_quota=hard_pin_quota,
+            policy=policy,
+        )
+        self.key_bytes_max = key_bytes_max
+        self.value_bytes_max = min(value_bytes_max, self.extents.value_bytes_max)
+        self.allocated: set[Object] = set()
+
+    # -- buckets
+
+    def open_bucket(self, bucket: int) -> Bucket:
+        """Starts to hold a bucket, empty. Raises ValueError if it is open."""
+        if bucket in self.buckets:
+            raise ValueError(f"bucket {bucket} is open already")
+        opened = self.buckets[bucket] = Bucket(BucketId(bucket))
+        self.index[bucket] = opened.objects
+        return opened
+
+    def drop_bucket(self, bucket: int) -> int:
+        """Forgets a bucket with everything in it; answers how many objects that were.
+
+        Its allocations are aborted. Raises KeyError if it is not open.
+        """
+        dropped = self.buckets[bucket]
+        allocated = [item for item in self.allocated if item.bucket == bucket]
+        self.abort_batch(sorted(allocated, key=lambda item: item.offset))
+        objects = list(dropped.objects.values())
+        self._remove(objects, Reason.DROPPED)
+        del self.buckets[bucket], self.index[bucket]
+        return len(objects)
+
+    # -- reading
+
+    def get_batch(
+        self, buckets: Sequence[int], keys: Sequence[bytes], now: int
+    ) -> list[Object | None]:
+        """The object of each key, or None. Counts as access, the first key as the latest."""
+        index = self.index
+        found = [index[b].get(k) for b, k in zip(buckets, keys, strict=True)]
+        if self.expiry.timed:
+            found = self._without_expired(found, now)
+        hits = [item for item in found if item is not None]
+        self.policy.touch_batch(hits)
+        self.counters.hits += len(hits)
+        self.counters.misses += len(found) - len(hits)
+        return found
+
+    def exists_batch(self, buckets: Sequence[int], keys: Sequence[bytes], now: int) -> list[bool]:
+        """Whether each key is there. No access: changes neither order nor figures."""
+        index = self.index
+        return [
+            (item := index[b].get(k)) is not None and not 0 < item.expires_at <= now
+            for b, k in zip(buckets, keys, strict=True)
+        ]
+
+    def match(self, buckets: Sequence[int], keys: Sequence[bytes], now: int) -> int:
+        """How many keys from the start are there. No access."""
+        index = self.index
+        count = 0
+        for bucket, key in zip(buckets, keys, strict=True):
+            item = index[bucket].get(key)
+            if item is None or 0 < item.expires_at <= now:
+                break
+            count += 1
+        return count
+
+    def find(self, bucket: int, key: bytes, now: int) -> Object | None:
+        """The object of one key. No access."""
+        item = self.index[bucket].get(key)
+        return None if item is None or 0 < item.expires_at <= now else item
+
+    def value(self, item: Object) -> memoryview:
+        """The bytes of an object where they lie; to be looked at only while it is held."""
+        return self.arena.view[item.offset : item.offset + item.size]
+
+    def scan(
+        self, bucket: int, after: bytes, prefix: bytes, limit: int, now: int
+    ) -> tuple[list[tuple[bytes, int]], bool]:
+        """Up to ``limit`` keys with their sizes, in order, and whether there are more.
+
+        Keys start with ``prefix`` and follow ``after`` (empty: from the start). Raises KeyError
+        if the bucket is not open.
+        """
+        opened = self.buckets[bucket]
+        start, end = opened.keys_with(prefix, after)
+        page: list[tuple[bytes, int]] = []
+        order = opened.order
+        for i in range(start, end):
+            key = order[i]
+            item = opened.objects[key]
+            if 0 < item.expires_at <= now:
+                continue
+            if len(page) == limit:
+                return page, True
+            page.append((key, item.size))
+        return page, False
+
+    # -- putting
+
+    def allocate_batch(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        options: PutOptions,
+        now: int,
+        op_id: int = 0,
+    ) -> list[Object | Status]:
+        """An object with an extent for each key, or why not.
+
+        OK: a write-once object is there, whose content is the same by contract. EXISTS: with
+        ``if_absent``. OUT_OF_MEMORY: nothing could be evicted for it. QUOTA, TOO_LARGE, INVALID,
+        NOT_PRIMARY (the bucket is not open): as named. Where the arena has a free run for all,
+        the extents lie there one after the other. What is allocated is never evicted: end it
+        with ``commit_batch`` or ``abort_batch``.
+        """
+        results: list[Object | Status] = [Status.OUT_OF_MEMORY] * len(keys)
+        wanted = self._admitted(buckets, keys, sizes, options, now, results)
+        if len(wanted) < len(keys):
+            buckets = [buckets[i] for i in wanted]
+            keys = [keys[i] for i in wanted]
+            sizes = [sizes[i] for i in wanted]
+        lengths = extents_bytes(sizes)
+        offsets = self._reserve(keys, lengths, now)
+        pin = _HARD if options.hard_pin else _SOFT if options.soft_pin else _PLAIN
+        made: list[Object] = []
+        for i, bucket, key, offset, size, length in zip(
+            wanted, buckets, keys, offsets, sizes, lengths, strict=True
+        ):
+            if offset is not None:
+                item = Object(key, bucket, offset, size, length, options, pin, op_id)
+                results[i] = item
+                made.append(item)
+        self._enter(made)
+        self.counters.refused_memory += len(wanted) - len(made)
+        return results
+
+    def _admitted(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        options: PutOptions,
+        now: int,
+        results: list[Object | Status],
+    ) -> list[int]:
+        """Positions of the keys that nothing speaks against; the others get their result."""
+        index, opened = self.index, self.buckets
+        longest, largest, if_absent = self.key_bytes_max, self.value_bytes_max, options.if_absent
+        wanted: list[int] = []
+        for i, (bucket, key, size) in enumerate(zip(buckets, keys, sizes, strict=True)):
+            if 0 <= size <= largest and 0 < len(key) <= longest and bucket in opened:
+                there = index[bucket].get(key)
+                if there is None or not (if_absent or there.options.write_once):
+                    wanted.append(i)
+                    continue
+                refusal = self._stays(there, options, now)
+            else:
+                refusal = self._invalid(bucket, key, size)
+            if refusal is None:
+                wanted.append(i)
+            else:
+                results[i] = refusal
+        return self._within_quota(wanted, sizes, results) if options.hard_pin else wanted
+
+    def _invalid(self, bucket: int, key: bytes, size: int) -> Status:
+        if bucket not in self.buckets:
+            return Status.NOT_PRIMARY
+        if size < 0 or not 0 < len(key) <= self.key_bytes_max:
+            return Status.INVALID
+        self.counters.refused_size += 1
+        return Status.TOO_LARGE
+
+    def _stays(self, there: Object, options: PutOptions, now: int) -> Status | None:
+        """What answers a put that is ``if_absent``, or meets a write-once object."""
+        if 0 < there.expires_at <= now:
+            return None
+        if options.if_absent:
+            return Status.EXISTS
+        self.policy.touch(there)
+        return _OK
+
+    def _within_quota(
+        self, wanted: list[int], sizes: Sequence[int], results: list[Object | Status]
+    ) -> list[int]:
+        room = self.hard_pin_quota_bytes - self.hard_pinned_bytes
+        admitted: list[int] = []
+        for i in wanted:
+            needed = extent_bytes(sizes[i])
+            if needed <= room:
+                room -= needed
+                admitted.append(i)
+            else:
+                results[i] = Status.QUOTA
+                self.counters.refused_quota += 1
+        return admitted
+
+    def _reserve(self, keys: Sequence[bytes], lengths: list[int], now: int) -> list[int | None]:
+        """An offset for each value as far as there is room, or room can be made."""
+        fitting = self._metadata_room(keys, now)
+        offsets = self._extents_for(lengths[:fitting], now)
+        return offsets + [None] * (len(keys) - fitting)
+
+    def _enter(self, items: Sequence[Object]) -> None:
+        self.allocated.update(items)
+        self.extents.charge(items)
+        if items and items[0].pin is _HARD:
+            self.hard_pinned += len(items)
+            self.hard_pinned_bytes += sum([item.extent_bytes for item in items])
+
+    def commit_batch(
+        self, items: Sequence[Object], now: int, checksums: Sequence[int | None] | None = None
+    ) -> list[Status]:
+        """Makes objects visible, in order; their ttl counts from here.
+
+        OK also where a write-once object came first and stays. EXISTS: another came first and
+        this one was ``if_absent``. CONFLICT: the object is not (or no longer) allocated.
+        """
+        sums = [None] * len(items) if checksums is None else checksums
+        if len(sums) != len(items):
+            raise ValueError(f"{len(sums)} checksums for {len(items)} objects")
+        replaced: list[Object] = []
+        before = self._version
+        self.allocated.difference_update(items)
+        statuses = [
+            self._commit(item, checksum, now, replaced)
+            for item, checksum in zip(items, sums, strict=True)
+        ]
+        self.policy.touch_batch(items)
+        self._bury(replaced, Reason.OVERWRITTEN)
+        shown = {item for item in items if item.version > before}
+        self.counters.puts += len(shown)
+        self.counters.put_bytes += sum([item.size for item in shown])
+        return statuses
+
+    def _commit(
+        self, item: Object, checksum: int | None, now: int, replaced: list[Object]
+    ) -> Status:
+        if item.state is not _ALLOCATED:
+            return _CONFLICT
+        bucket = self.buckets[item.bucket]
+        there = bucket.objects.get(item.key)
+        if there is not None and 0 < there.expires_at <= now:
+            self._remove((there,), _EXPIRED)
+            there = None
+        if there is None:
+            bucket.sorted_keys = None
+        elif item.options.if_absent or there.options.write_once:
+            self._unharden(item)
+            self.extents.give_back((item,))
+            return Status.EXISTS if item.options.if_absent else _OK
+        else:
+            self._leave(bucket, there)
+            replaced.append(there)
+        item.checksum = checksum
+        self._show(bucket, item, now)
+        return _OK
+
+    def abort_batch(self, items: Sequence[Object]) -> int:
+        """Takes allocations back; answers how many. What is committed or gone is left alone."""
+        aborted = [item for item in dict.fromkeys(items) if item.state is _ALLOCATED]
+        for item in aborted:
+            self._unharden(item)
+        self.allocated.difference_update(aborted)
+        self.extents.give_back(aborted)
+        self.counters.aborts += len(aborted)
+        return len(aborted)
+
+    def put_batch(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        values: Sequence[Buffer],
+        options: PutOptions,
+        now: int,
+        *,
+        checksums: Sequence[int | None] | None = None,
+        op_id: int = 0,
+    ) -> list[Status]:
+        """Both steps at once, for values that are at hand.
+
+        Goes in pieces of a quarter of the arena, so that a batch larger than the arena evicts its
+        own beginning instead of being refused.
+        """
+        sizes = [memoryview(value).nbytes for value in values]
+        sums = [None] * len(keys) if checksums is None else checksums
+        statuses: list[Status] = []
+        stored: list[Object] = []
+        for part in _pieces(sizes, self.extents.allocator.size // 4):
+            results = self.allocate_batch(
+                buckets[part], keys[part], sizes[part], options, now, op_id
+            )
+            made, made_sums = [], []
+            for item, value, checksum in zip(results, values[part], sums[part], strict=True):
+                if isinstance(item, Object):
+                    self.arena.write(item.offset, value)
+                    made.append(item)
+                    made_sums.append(checksum)
+            committed = iter(self.commit_batch(made, now, made_sums))
+            statuses += [next(committed) if isinstance(r, Object) else r for r in results]
+            stored += made
+        self.policy.touch_batch(stored)
+        return statuses
+
+    # -- leaving
+
+    def delete_batch(self, buckets: Sequence[int], keys: Sequence[bytes], now: int) -> list[Status]:
+        """OK or MISS for each key."""
+        statuses: list[Status] = []
+        deleted: list[Object] = []
+        for bucket, key in zip(buckets, keys, strict=True):
+            item = self.index[bucket].get(key)
+            if item is None or 0 < item.expires_at <= now:
+                statuses.append(_MISS)
+            else:
+                self._detach(item)
+                deleted.append(item)
+                statuses.append(_OK)
+        self._bury(deleted, Reason.DELETED)
+        return statuses
+
+    def delete_range(self, bucket: int, prefix: bytes, limit: int, now: int) -> tuple[int, bool]:
+        """Deletes up to ``limit`` keys that start with ``prefix``, in order.
+
+        Answers how many, and whether there are more. Raises KeyError if the bucket is not open.
+        """
+        opened = self.buckets[bucket]
+        order = opened.order
+        start, end = opened.keys_with(prefix)
+        stop = min(end, start + limit)
+        items = [opened.objects[key] for key in order[start:stop]]
+        expired = [item for item in items if 0 < item.expires_at <= now]
+        self._remove(expired, _EXPIRED)
+        live = [item for item in items if item.state is _COMMITTED]
+        self._remove(live, Reason.DELETED)
+        opened.sorted_keys = order[:start] + order[stop:]
+        return len(live), stop < end
+
+    def expire_batch(
+        self, buckets: Sequence[int], keys: Sequence[bytes], ttl_ns: int, now: int
+    ) -> list[Status]:
+        """Sets the time to live, from now, of what is there; 0: for ever. OK or MISS each."""
+        if ttl_ns < 0:
+            raise ValueError(f"ttl_ns = {ttl_ns}: must not be negative")
+        statuses: list[Status] = []
+        for bucket, key in zip(buckets, keys, strict=True):
+            item = self.find(bucket, key, now)
+            if item is not None:
+                self.expiry.set(item, now + ttl_ns if ttl_ns else 0)
+                self._note_change(item)
+            statuses.append(_MISS if item is None else _OK)
+        return statuses
+
+    def _without_expired(self, found: list[Object | None], now: int) -> list[Object | None]:
+        expired = {i: True for i in found if i is not None and 0 < i.expires_at <= now}
+        if not expired:
+            return found
+        self._remove(expired.keys(), _EXPIRED)
+        return [None if item in expired else item for item in found]
+
+    # -- readers
+
+    @property
+    def release_later(self) -> deque[Object]:
+        """Where other threads append (or extend by) objects whose token they held; ``reap``."""
+        return self.extents.release_later
+
+    def acquire(self, item: Object) -> None:
+        """Takes a token: the bytes stay as they are until it is released.
+
+        Raises Conflict if the object has left the store.
+        """
+        self.extents.acquire_batch((item,))
+
+    def release(self, item: Object) -> None:
+        """Gives a token back. Raises ValueError if none is held."""
+        self.extents.release_batch((item,))
+
+    def acquire_batch(self, items: Sequence[Object]) -> None:
+        """One token of each. Raises Conflict, taking none, if one has left the store."""
+        self.extents.acquire_batch(items)
+
+    def release_batch(self, items: Sequence[Object]) -> None:
+        """Gives one token of each back. Raises ValueError, after the others, if one has none."""
+        self.extents.release_batch(items)
+
+    def reap(self, now: int, limit: int = 1024) -> int:
+        """Housekeeping: takes the tokens in ``release_later`` and expires up to ``limit`` objects.
+
+        Answers how many tokens and objects.
+        """
+        return self.extents.reap() + self.expire_due(now, limit)
+
+    # -- figures
+
+    def stats(self) -> StoreStats:
+        """The figures of this moment; the counters are a copy."""
+        extents, space = self.extents, self.extents.allocator
+        return StoreStats(
+            buckets=len(self.buckets),
+            objects=sum(map(len, self.buckets.values())),
+            allocated=len(self.allocated),
+            value_bytes=sum(bucket.value_bytes for bucket in self.buckets.values()),
+            size_bytes=space.size,
+            used_bytes=space.used_bytes,
+            evictable_bytes=self.evictable_bytes,
+            free_bytes=space.free_bytes,
+            largest_free_bytes=space.largest_free,
+            fragmentation=space.fragmentation,
+            free_extents=space.free_extents,
+            retiring=len(extents.retiring),
+            retiring_bytes=extents.retiring_bytes,
+            hard_pinned=self.hard_pinned,
+            hard_pinned_bytes=self.hard_pinned_bytes,
+            hard_pin_quota_bytes=self.hard_pin_quota_bytes,
+            metadata_bytes=extents.metadata_bytes,
+            metadata_limit_bytes=self.metadata_limit_bytes,
+            timed=self.expiry.timed,
+            counters=deepcopy(self.counters),
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError if index, extents, queues and figures disagree. For tests."""
+        audit(self)
+
+
+def _pieces(sizes: Sequence[int], bytes_max: int) -> Iterator[slice]:
+    """Slices whose extents take up to ``bytes_max`` together, or which are one long."""
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        total += extent_bytes(size)
+        if total > bytes_max and i > start:
+            yield slice(start, i)
+            start, total = i, extent_bytes(size)
+    if sizes:
+        yield slice(start, len(sizes))

@@ -1,0 +1,1 @@
+"""Helpers for tests of p2pkv and of programs that use it."""

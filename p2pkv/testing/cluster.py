@@ -1,0 +1,427 @@
+"""A real cluster for tests: etcd, and nodes as processes that can be killed, paused and started.
+
+    with Cluster(nodes=3, memory_limit_bytes=64 << 20) as cluster, cluster.client() as kv:
+        kv.put("a", b"1")
+        cluster["n0"].kill()
+        cluster["n0"].start()
+        cluster.wait_settled()
+
+All waits are for conditions, with a deadline, and end at once when a process that they need has
+died. What the nodes print is kept and is part of each TimeoutError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from p2pkv import ring
+from p2pkv.arena import SHM_DIRECTORY, remove_stale
+from p2pkv.async_client import AsyncClient
+from p2pkv.authority import discover
+from p2pkv.client import Client
+from p2pkv.config import ClientConfig, EtcdConfig, NodeConfig, build, replace
+from p2pkv.errors import P2PKVError
+from p2pkv.etcd_server import EtcdCluster
+from p2pkv.records import View
+from p2pkv.types import Member, NodeId
+
+TIMEOUT_S = 30.0
+POLL_S = 0.02
+LOG_TAIL_BYTES = 4000
+FAST: dict[str, Any] = {
+    "bucket_count": 64,
+    "memory_limit_bytes": 64 << 20,
+    "heartbeat_s": 0.2,
+    "peer_contact_s": 1.0,
+    "fence_after_s": 2.0,
+    "reset_after_s": 4.0,
+}
+"""Defaults of a test's nodes: small, and quick to notice trouble."""
+
+clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
+"""Those that were made and not thrown away yet, for whoever reports a failure."""
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+    """What ``condition`` returns once that is true. Raises TimeoutError, with what was awaited."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {timeout_s} s: {what}")
+        time.sleep(POLL_S)
+    return result
+
+
+class NodeProcess:
+    """A node and its process. Made by Cluster."""
+
+    def __init__(self, config: NodeConfig, log: Path) -> None:
+        self.config = config
+        self.name = config.node_id
+        self.paused = False
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pids: list[int] = []
+
+    def start(self, **changes: Any) -> None:
+        """Start the process, with other values in its configuration. Does not wait for it."""
+        if self.running:
+            raise RuntimeError(f"{self.name} is running")
+        self.config = replace(self.config, **changes) if changes else self.config
+        text = msgspec.json.encode(self.config).decode()
+        command = [sys.executable, "-X", "faulthandler", "-m", "p2pkv.testing.cluster", text]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self._pids.append(self._process.pid)
+        self.paused = False
+        weakref.finalize(self, _reap, self._process)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives (also while it is paused)."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} was never started"
+        return self._process.pid
+
+    @property
+    def arenas(self) -> list[Path]:
+        """What this node's processes have, or have left, in shared memory."""
+        begins = tuple(f"p2pkv-{self.name}-{pid}-" for pid in self._pids)
+        return [p for p in Path(SHM_DIRECTORY).iterdir() if p.name.startswith(begins)]
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._signal(signal.SIGKILL)
+        self.wait()
+
+    def terminate(self, timeout_s: float = TIMEOUT_S) -> int:
+        """SIGTERM: the node drains and ends. Waits for it; returns the exit code."""
+        self._signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def pause(self) -> None:
+        """SIGSTOP: the process keeps its connections and does nothing."""
+        self._signal(signal.SIGSTOP)
+        self.paused = True
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._signal(signal.SIGCONT)
+        self.paused = False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, and wait for nothing."""
+        self._signal(number)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """The exit code, once the process has ended. Raises TimeoutError."""
+        assert self._process is not None, f"{self.name} was never started"
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} has not ended in {timeout_s} s\n{self.log()}") from None
+
+    def end(self) -> None:
+        """Whatever its state: have no process afterwards."""
+        if self.running:
+            self.resume()
+            self.kill()
+
+    def log(self, bytes_max: int = LOG_TAIL_BYTES) -> str:
+        """The end of what the node printed."""
+        text = self._log.read_bytes()[-bytes_max:] if self._log.exists() else b""
+        return f"--- {self.name}\n{text.decode(errors='replace')}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+class Cluster:
+    """Nodes ``n0``, ``n1``, … as processes, on an etcd of their own or on a shared one.
+
+    ``config`` are fields of NodeConfig that differ from FAST. A context manager: it starts the
+    nodes and waits until the buckets are spread over them. At its end every node is stopped, and
+    AssertionError is raised if one that ended by itself has left its arena.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        *,
+        etcd: EtcdCluster | None = None,
+        name: str = "",
+        host: str = "127.0.0.1",
+        **config: Any,
+    ) -> None:
+        self.name = name or f"test-{secrets.token_hex(4)}"
+        self._own_etcd = etcd is None
+        self.etcd = etcd or EtcdCluster(1, host=host)
+        self._count = nodes
+        self._config = {**FAST, "bind": host, **config}
+        self._nodes: dict[str, NodeProcess] = {}
+        self._directory = Path(tempfile.mkdtemp(prefix="p2pkv-logs-"))
+        weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        clusters.add(self)
+
+    # -- life
+
+    def start(self) -> Self:
+        """Start everything and wait until the buckets are spread over the nodes."""
+        try:
+            if self._own_etcd:
+                self.etcd.start()
+            for _ in range(self._count):
+                self.add_node(wait=False)
+            if self._count:
+                self.wait_settled()
+        except BaseException:
+            self.stop(check=False)
+            raise
+        return self
+
+    def stop(self, check: bool = True) -> None:
+        """Stop everything: running nodes by SIGTERM and without draining, the others by SIGKILL."""
+        ended = [n for n in self if n.running and not n.paused]
+        try:
+            for node in ended:
+                node.signal(signal.SIGINT)
+            for node in ended:
+                node.wait()
+            left = [path for node in ended for path in node.arenas]
+            assert not (check and left), f"left in shared memory after a clean end: {left}"
+        finally:
+            for node in self:
+                node.end()
+            remove_stale()
+            if self._own_etcd:
+                self.etcd.stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.stop(check=error is None)
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.start)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:  # fmt: skip
+        await asyncio.to_thread(self.stop, error is None)
+
+    # -- nodes
+
+    def __getitem__(self, name: str) -> NodeProcess:
+        return self._nodes[name]
+
+    def __iter__(self) -> Iterator[NodeProcess]:
+        return iter(list(self._nodes.values()))
+
+    def node_config(self, name: str, **changes: Any) -> NodeConfig:
+        """The configuration that a node of this cluster has, e.g. for one in this process."""
+        # Some tests kill nodes often: each attempt at a stale connection must end soon.
+        etcd = {"endpoints": self.etcd.endpoints, "session_ttl_s": 2}
+        fields = {"cluster": self.name, "node_id": name, "etcd": etcd, **self._config, **changes}
+        return build(NodeConfig, fields)
+
+    def add_node(self, name: str = "", *, wait: bool = True, **changes: Any) -> NodeProcess:
+        """Start one more node; by default wait until it has its share of the buckets."""
+        name = name or f"n{len(self._nodes)}"
+        log = self._directory / f"{name}-{len(self._nodes)}.log"
+        node = NodeProcess(self.node_config(name, **changes), log)
+        self._nodes[name if name not in self._nodes else f"{name}-{len(self._nodes)}"] = node
+        node.start()
+        if wait:
+            self.wait_settled()
+        return node
+
+    # -- clients
+
+    def etcd_config(self) -> EtcdConfig:
+        return self.etcd.config()
+
+    def client_config(self, **changes: Any) -> ClientConfig:
+        fields = {"cluster": self.name, "etcd": {"endpoints": self.etcd.endpoints}, **changes}
+        return build(ClientConfig, fields)
+
+    def client(self, **changes: Any) -> Client:
+        """A new client; ``changes`` are its arguments."""
+        return Client(self.etcd.endpoints, cluster=self.name, **changes)
+
+    def async_client(self, **changes: Any) -> AsyncClient:
+        """A new asyncio client."""
+        return AsyncClient(self.etcd.endpoints, cluster=self.name, **changes)
+
+    # -- what etcd says
+
+    def view(self) -> View:
+        """All records. Raises AuthorityUnavailable. Not for use on an event loop."""
+        return asyncio.run(discover(self.etcd_config(), self.name))
+
+    def endpoint(self, name: str) -> str:
+        """Where a registered node listens."""
+        return self.view().nodes[NodeId(name)].control[0]
+
+    def owned(self, name: str) -> int:
+        """How many buckets a node of this name owns, whichever its boot."""
+        return sum(v.record.primary.node == name for v in self.view().buckets.values())
+
+    def key_of(self, name: str, index: int = 0, prefix: str = "of") -> str:
+        """A key in a bucket of this node; another for each ``index``."""
+        view = self.view()
+        assert view.meta is not None
+        owned = {b for b, v in view.buckets.items() if v.record.primary.node == name}
+        if not owned:
+            raise LookupError(f"{name} owns no bucket")
+        keys = (f"{prefix}-{name}-{i}" for i in range(1 << 30))
+        mine = (k for k in keys if ring.bucket_of(k.encode(), view.meta.bucket_count) in owned)
+        for _ in range(index):
+            next(mine)
+        return next(mine)
+
+    # -- waiting
+
+    def wait(
+        self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S
+    ) -> Any:
+        """What ``condition`` returns once that is true. Raises TimeoutError, with all logs.
+
+        An error of p2pkv in it counts as "not yet".
+        """
+        last: list[P2PKVError] = []
+
+        def tolerant() -> Any:
+            try:
+                return condition()
+            except P2PKVError as e:
+                last[:] = [e]
+                return None
+
+        try:
+            return wait_for(tolerant, what, timeout_s)
+        except TimeoutError as e:
+            raise TimeoutError(f"{e} (last error: {last})\n{self.logs()}") from None
+
+    def wait_settled(
+        self, names: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> View:
+        """Until every bucket has an owner, all of ``names`` have their share, and nothing moves.
+
+        ``names`` are those that are to own buckets; default: all running nodes. Nodes of this
+        process count where they are named. Raises TimeoutError; AssertionError if one has died.
+        """
+        chosen = [n.name for n in self if n.running] if names is None else list(names)
+        found: list[View] = []
+        why: list[str] = [""]
+
+        def settled() -> bool:
+            for node in self:
+                if node.name in chosen and not node.running:
+                    raise AssertionError(f"{node.name} has died\n{node.log()}")
+            view = self.view()
+            why[0] = unsettled(view, chosen)
+            found[:] = [view]
+            return not why[0]
+
+        try:
+            self.wait(settled, "the buckets are not settled", timeout_s)
+        except TimeoutError as e:
+            raise TimeoutError(f"{why[0]}: {e}") from None
+        return found[0]
+
+    def logs(self) -> str:
+        """The end of what each node printed."""
+        return "\n".join(node.log() for node in self)
+
+
+def unsettled(view: View, names: Iterable[str]) -> str:
+    """Why the buckets do not lie as they should with these nodes; empty if they do."""
+    if view.meta is None:
+        return "the cluster does not exist"
+    wanted = set(names)
+    if len(view.buckets) != view.meta.bucket_count:
+        return f"{len(view.buckets)} of {view.meta.bucket_count} buckets have an owner"
+    there = {Member(n, r.boot) for n, r in view.nodes.items()}
+    missing = wanted - {m.node for m in there}
+    if missing:
+        return f"{sorted(missing)} are not registered"
+    records = [v.record for v in view.buckets.values()]
+    moving = sum(r.primary not in there or r.assigned[0] != r.primary.node for r in records)
+    counts = Counter(r.primary.node for r in records)
+    share = view.meta.bucket_count / max(1, len(wanted))
+    short = any(counts[NodeId(n)] < int(0.8 * share) for n in wanted)
+    if moving or short or counts.keys() - wanted:
+        return f"{moving} buckets are to move; owners: {dict(counts)}; wanted: {sorted(wanted)}"
+    return ""
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Leave no child behind when its owner forgot it."""
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+# -- the process of one node
+
+
+async def _serve(config: NodeConfig) -> None:
+    """A node until SIGTERM (drains first) or SIGINT (does not)."""
+    from p2pkv.node import Node
+
+    node = Node(config)
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Future[bool] = loop.create_future()
+
+    def ask(drain: bool) -> None:
+        if not asked.done():
+            asked.set_result(drain)
+
+    loop.add_signal_handler(signal.SIGTERM, ask, True)
+    loop.add_signal_handler(signal.SIGINT, ask, False)
+    await node.start()
+    ended = asyncio.create_task(node.wait())
+    await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
+    if asked.done() and asked.result():
+        print("drained" if await node.drain() else "not drained", flush=True)
+    await node.stop()
+    await ended
+
+
+def _main(text: str) -> None:
+    import logging
+
+    import uvloop
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    config = msgspec.json.decode(text, type=NodeConfig)
+    try:
+        uvloop.run(_serve(config))
+    except P2PKVError as e:
+        sys.exit(f"{type(e).__name__}: {e}")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
