@@ -79,15 +79,19 @@ class Handlers:
     def handle(
         self, session: Session, kind: int, request: int, body: Any, frames: Frames, now: int
     ) -> Response:
-        """Response one request. A repeated write gets the answer of its first time."""
+        """Answer one request. A repeated write gets the answer of its first time."""
         session.last_seen = now
         handler = self._kinds.get(kind)
         if handler is None:
             return self.refuse(Fault.BAD_REQUEST, f"{Kind(kind).name} is not a request")
         self.requests[kind] = self.requests.get(kind, 0) + 1
         mutating = kind in wire.MUTATING
-        if mutating and request in session.answers:
-            return session.answers[request]
+        if mutating:
+            known = session.answers.get(request)
+            if known is not None:
+                return known
+            if 0 < request <= session.forgotten:
+                return _forgotten(kind, body)
         try:
             answer = handler(session, body, frames, now)
         except ProtocolError as e:
@@ -146,33 +150,35 @@ class Handlers:
     def _get(self, session: Session, body: wire.Get, frames: Frames, now: int) -> Response:
         buckets, refused = self._admit(body.keys, now)
         if not refused:
-            return self._values(self.store.get_batch(buckets, body.keys, now), body.tell_once)
+            found = self.store.get_batch(buckets, body.keys, now)
+            return self._values(session, found, body.tell_once)
         items = [i for i, status in enumerate(refused) if not status]
-        found: list[Object | None] = [None] * len(body.keys)
+        found = [None] * len(body.keys)
         hits = self.store.get_batch([buckets[i] for i in items], [body.keys[i] for i in items], now)
         for i, item in zip(items, hits, strict=True):
             found[i] = item
-        return self._values(found, body.tell_once, refused)
+        return self._values(session, found, body.tell_once, refused)
 
     def _values(
-        self, found: Sequence[Object | None], tell_once: bool, refused: bytes = b""
+        self,
+        session: Session,
+        found: Sequence[Object | None],
+        tell_once: bool,
+        refused: bytes = b"",
     ) -> Response:
-        payload = Payload(self.store)
+        payload = Payload(self.store, session.packing, self.limits.message_bytes_max)
         there = [item for item in found if item is not None]
         bound = self.limits.message_bytes_max
         if len(there) == len(found) and sum([item.size for item in there]) <= bound:
             payload.add_all(there)
             sizes = [item.size for item in there]
             once = self._once(there) if tell_once else b""
-            return Kind.VALUES, wire.Values(b"", sizes, payload.starts, once), payload.finish()
+            starts = [] if payload.packed else payload.starts
+            return Kind.VALUES, wire.Values(b"", sizes, starts, once), payload.finish()
         statuses = self._statuses_within(found, refused, bound)
         sent = [item if not s else None for item, s in zip(found, statuses, strict=True)]
         payload.add_all([item for item in sent if item is not None])
-        positions = iter(payload.starts)
-        starts, last = [], 0
-        for item in sent:
-            last = last if item is None else next(positions)
-            starts.append(last)
+        starts = [] if payload.packed else _with_gaps(payload.starts, sent)
         sizes = [0 if item is None else item.size for item in sent]
         once = self._once(sent) if tell_once else b""
         return Kind.VALUES, wire.Values(bytes(statuses), sizes, starts, once), payload.finish()
@@ -243,7 +249,7 @@ class Handlers:
             raise ProtocolError(f"a read of {body.length} bytes, limit message_bytes_max")
         if body.offset + body.length > token.item.size:
             raise ProtocolError(f"a read behind the end of a value of {token.item.size} bytes")
-        payload = Payload(self.store)
+        payload = Payload(self.store, session.packing, self.limits.message_bytes_max)
         payload.add_part(token.item, body.offset, body.length)
         return Kind.VALUES, wire.Values(b"", [body.length], []), payload.finish()
 
@@ -272,6 +278,43 @@ class Handlers:
         bound = self.limits.value_bytes_max
         if sizes and max(sizes) > bound:
             raise ProtocolError(f"a value of {max(sizes)} bytes, limit value_bytes_max = {bound}")
+
+    def begin_put(
+        self, session: Session, request: int, body: wire.Put, size: int, now: int
+    ) -> Filling | None:
+        """A put whose ``size`` payload bytes have yet to come: where they go in the arena.
+
+        None: they are to be received elsewhere and given to ``handle``, because the request is a
+        repeat or a refused one, or so large that it must evict its own beginning.
+        """
+        session.last_seen = now
+        if (
+            request in session.answers
+            or 0 < request <= session.forgotten
+            or len(body.sizes) != len(body.keys)
+            or sum(body.sizes) != size
+            or size > self.store.arena.size // 4
+        ):
+            return None
+        try:
+            self._check_sizes(body.sizes)
+            buckets, refused = self._admit(body.keys, now)
+        except ProtocolError:
+            return None
+        if refused:
+            return None
+        self.requests[Kind.PUT] = self.requests.get(Kind.PUT, 0) + 1
+        made = self.store.allocate_batch(buckets, body.keys, body.sizes, body.options, now)
+        return Filling(self, session, request, made, body.sizes)
+
+    def finish_put(self, items: Sequence[Object], now: int) -> list[int]:
+        """Commit what was filled, as far as this node may still serve it."""
+        statuses: list[int] = [self._may_commit(item, True, now) for item in items]
+        refused = [item for item, s in zip(items, statuses, strict=True) if s]
+        self.store.abort_batch(refused)
+        ready = [item for item, s in zip(items, statuses, strict=True) if not s]
+        committed = iter(self.store.commit_batch(ready, now))
+        return [s or next(committed) for s in statuses]
 
     def _delete(self, session: Session, body: wire.Delete, frames: Frames, now: int) -> Response:
         return self._each(
@@ -306,10 +349,11 @@ class Handlers:
         length = sum(memoryview(frame).nbytes for frame in frames)
         if at + length > item.size:
             raise ProtocolError(f"bytes {at} to {at + length} of a value of {item.size}")
+        if length:
+            allocation.wrote(at, at + length)
         for frame in frames:
             self.store.arena.write(item.offset + at, frame)
             at += memoryview(frame).nbytes
-        allocation.written += length
         return _statuses(())
 
     def _commit(self, session: Session, body: wire.Commit, frames: Frames, now: int) -> Response:
@@ -321,7 +365,7 @@ class Handlers:
             if allocation is None:
                 statuses[i] = Status.CONFLICT
                 continue
-            status = self._may_commit(allocation.item, allocation.written, now)
+            status = self._may_commit(allocation.item, allocation.complete, now)
             if status:
                 statuses[i] = status
                 self.store.abort_batch([allocation.item])
@@ -332,12 +376,10 @@ class Handlers:
             statuses[i] = status
         return _statuses(statuses)
 
-    def _may_commit(self, item: Object, written: int, now: int) -> Status:
+    def _may_commit(self, item: Object, complete: bool, now: int) -> Status:
         if not self.may_serve(now):
             return Status.STALLED
-        if written < item.size:
-            return Status.INVALID
-        return self._bucket_status(item.bucket)
+        return self._bucket_status(item.bucket) if complete else Status.INVALID
 
     def _abort(self, session: Session, body: wire.Abort, frames: Frames, now: int) -> Response:
         dropped = [session.allocations.pop(id, None) for id in body.ids]
@@ -414,9 +456,69 @@ class Handlers:
         )
 
 
+class Filling:
+    """A put whose bytes are arriving. ``views`` is where they go, in the order of the payload."""
+
+    __slots__ = ("_handlers", "_made", "_request", "_session", "views")
+
+    def __init__(
+        self,
+        handlers: Handlers,
+        session: Session,
+        request: int,
+        made: Sequence[Object | Status],
+        sizes: Sequence[int],
+    ) -> None:
+        self._handlers = handlers
+        self._session = session
+        self._request = request
+        self._made = made
+        arena = handlers.store.arena.view
+        self.views = [
+            arena[item.offset : item.offset + size]
+            if isinstance(item, Object)
+            else memoryview(bytearray(size))
+            for item, size in zip(made, sizes, strict=True)
+        ]
+
+    def finish(self, now: int) -> Response:
+        """All bytes are there."""
+        self.views = []
+        self._session.last_seen = now
+        items = [item for item in self._made if isinstance(item, Object)]
+        committed = iter(self._handlers.finish_put(items, now))
+        statuses = [next(committed) if isinstance(m, Object) else m for m in self._made]
+        response = _statuses(statuses)
+        self._session.remember(self._request, response)
+        return response
+
+    def abort(self) -> None:
+        """They will not come."""
+        self.views = []
+        self._handlers.store.abort_batch([m for m in self._made if isinstance(m, Object)])
+
+
+def _with_gaps(starts: Sequence[int], items: Sequence[Object | None]) -> list[int]:
+    """Positions for all items; one without a value gets that of the value before."""
+    positions = iter(starts)
+    result, last = [], 0
+    for item in items:
+        last = last if item is None else next(positions)
+        result.append(last)
+    return result
+
+
 _THERE = bytes([Status.MISS, Status.OK]) + bytes(range(2, 256))
 """Turns False and True into MISS and OK."""
 
 
 def _statuses(statuses: Sequence[int]) -> Response:
     return Kind.STATUSES, wire.Statuses(bytes(statuses) if any(statuses) else b""), ()
+
+
+def _forgotten(kind: int, body: Any) -> Response:
+    """The answer to a write that may have run, so long ago that its answer is not known."""
+    if kind == Kind.DELETE_RANGE:
+        return Kind.DELETED, wire.Deleted(0, 0, Status.INDETERMINATE), ()
+    number = len(body.ids if kind == Kind.COMMIT else body.keys)
+    return _statuses([Status.INDETERMINATE] * number)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -24,12 +24,15 @@ from p2pkv.async_client import AsyncClient, AsyncDriver
 from p2pkv.authority import Authority, EtcdAuthority
 from p2pkv.buffers import Lending, Run
 from p2pkv.config import ClientConfig, NodeConfig
+from p2pkv.data_server import DataServer
+from p2pkv.data_server import Filling as FillingLike
 from p2pkv.errors import AuthorityUnavailable, Conflict, P2PKVError, ProtocolError
 from p2pkv.gossip import Gossip
 from p2pkv.handlers import Handlers
 from p2pkv.membership import Contacts, Heartbeat
 from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
+from p2pkv.payload import FRAMES, STREAM
 from p2pkv.planner import Planner, holders, registered
 from p2pkv.records import BucketChange, Meta, NodeRecord
 from p2pkv.routing import Reply, Request, Router
@@ -161,14 +164,17 @@ class Node:
         context: zmq.Context[Any] = zmq.Context()
         server = ServerSocket(context, config.limits, self._on_message)
         gossip = Gossip(context, config.limits, meta.fingerprint.encode(), self._on_heartbeat)
+        self._data = DataServer(config.limits, self, clock.seconds(config.read_deadline_s))
         try:
             port = server.bind(config.bind, config.control_port)
             gossip_port = gossip.bind(config.bind)
+            self._data_endpoint = endpoint_of(config.advertised, self._data.bind(config.bind))
             self.endpoint = endpoint_of(config.advertised, port)
             record = NodeRecord(
                 boot=_NO_BOOT,
                 control=(self.endpoint,),
                 gossip=(endpoint_of(config.advertised, gossip_port),),
+                data=(self._data_endpoint,),
                 weight=config.weight,
                 host=config.host,
                 zone=config.zone,
@@ -185,6 +191,7 @@ class Node:
                 await _quietly(authority.resign())
                 await _quietly(authority.deregister())
         finally:
+            self._data.close()
             server.close()
             gossip.close()
             context.term()
@@ -238,6 +245,7 @@ class Node:
         """Run all tasks until ``stop``, or until one of them fails."""
         self._started_ns = clock.monotonic()
         self._server.start()
+        self._data.start()
         self._gossip.start()
         assert self._ready is not None
         async with asyncio.TaskGroup() as group:
@@ -280,10 +288,11 @@ class Node:
     async def _keep_house(self) -> None:
         while True:
             now = clock.monotonic()
-            self._store.reap(now)
-            self._sessions.reap(now)
             if self._own_session is not None:
                 self._own_session.last_seen = now
+            self._store.reap(now)
+            self._sessions.reap(now)
+            self._data.drop_stalled(now)
             await asyncio.sleep(HOUSEKEEPING_S)
 
     async def _plan(self) -> None:
@@ -369,7 +378,7 @@ class Node:
         self._server.send(session_id, frame, payload)
 
     def _handle(self, session: Session, kind: int, request: int, body: Any,
-                frames: list[wire.Buffer], now: int) -> Response:  # fmt: skip
+                frames: Sequence[wire.Buffer], now: int) -> Response:  # fmt: skip
         try:
             return self._handlers.handle(session, kind, request, body, frames, now)
         except Exception:
@@ -408,7 +417,39 @@ class Node:
             "inflight_max": limits.inflight_max,
         }
         ttl_ms = round(self.config.session_ttl_s * 1000)
-        return Kind.WELCOME, wire.Welcome(self.member, ttl_ms, known), ()
+        data = (self._data_endpoint,)
+        return Kind.WELCOME, wire.Welcome(self.member, ttl_ms, known, data, session.token), ()
+
+    # -- requests over data connections
+
+    def admit(self, session_id: bytes, token: bytes) -> bool:
+        session = self._sessions.get(session_id)
+        return session is not None and secrets.compare_digest(session.token, token)
+
+    def begin(self, session_id: bytes, head: wire.Head, payload_bytes: int) -> FillingLike | None:
+        session = self._sessions.get(session_id)
+        if session is None or head.kind != Kind.PUT:
+            return None
+        return self._handlers.begin_put(
+            session, head.request, head.body, payload_bytes, clock.monotonic()
+        )
+
+    def respond(
+        self, session_id: bytes, head: wire.Head, frames: Sequence[wire.Buffer]
+    ) -> Response:
+        session = self._sessions.get(session_id)
+        if session is None:
+            return self._handlers.refuse(Fault.NO_SESSION, "no session; say HELLO first")
+        session.packing = STREAM
+        try:
+            return self._handle(
+                session, head.kind, head.request, head.body, frames, clock.monotonic()
+            )
+        finally:
+            session.packing = FRAMES
+
+    def revision(self) -> int:
+        return int(self._ownership.revision)
 
     def _local(self, request: Request) -> Reply:
         """A request of this process to its own node."""

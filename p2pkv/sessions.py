@@ -5,12 +5,17 @@ All of it is bounded, and goes when the session falls silent. No network, no clo
 
 from __future__ import annotations
 
-import heapq
+import secrets
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
+from p2pkv.errors import ProtocolError
+from p2pkv.expiry import ExpiryHeap
 from p2pkv.objects import Object, State
+from p2pkv.payload import FRAMES
 from p2pkv.store import Store
 from p2pkv.types import Member
 from p2pkv.wire import Status
@@ -20,6 +25,10 @@ OWNER_BYTES = 9
 
 ALLOCS_MAX = 65536
 TOKENS_MAX = 4096
+GAPS_MAX = 1024
+"""Separate pieces of one allocation that may be written before those between them."""
+PINS_SLACK = 1024
+TOKEN_BYTES = 16
 
 Response = tuple[int, Any, Sequence[Any]]
 """Kind, body and payload of an answer."""
@@ -28,12 +37,28 @@ Response = tuple[int, Any, Sequence[Any]]
 class Allocation:
     """An extent that is being filled by its session."""
 
-    __slots__ = ("deadline", "item", "written")
+    __slots__ = ("deadline", "item", "pieces")
 
     def __init__(self, item: Object, deadline: int) -> None:
         self.item = item
-        self.written = 0
+        self.pieces: list[tuple[int, int]] = []
+        """What is written, as (start, end), in order; what touches is one piece."""
         self.deadline = deadline
+
+    @property
+    def complete(self) -> bool:
+        return not self.item.size or self.pieces == [(0, self.item.size)]
+
+    def wrote(self, start: int, end: int) -> None:
+        """Note that these bytes are there, maybe again. Raises ProtocolError: too many gaps."""
+        pieces = self.pieces
+        first = bisect_left(pieces, start, key=itemgetter(1))
+        last = bisect_right(pieces, end, key=itemgetter(0))
+        if first < last:
+            start, end = min(start, pieces[first][0]), max(end, pieces[last - 1][1])
+        elif len(pieces) >= GAPS_MAX:
+            raise ProtocolError(f"a value written in more than {GAPS_MAX} separate pieces")
+        pieces[first:last] = [(start, end)]
 
 
 class Token:
@@ -49,16 +74,33 @@ class Token:
 class Session:
     """One peer's conversation."""
 
-    __slots__ = ("allocations", "answers", "answers_max", "id", "last_seen", "member", "tokens")
+    __slots__ = (
+        "allocations",
+        "answers",
+        "answers_max",
+        "forgotten",
+        "id",
+        "last_seen",
+        "member",
+        "packing",
+        "token",
+        "tokens",
+    )
 
     def __init__(self, id: bytes, member: Member | None, answers_max: int, now: int) -> None:
         self.id = id
         self.member = member
         self.last_seen = now
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        """Admits the session's data connection."""
+        self.packing = FRAMES
+        """How the way suits that its present request came."""
         self.allocations: dict[int, Allocation] = {}
         self.tokens: dict[int, Token] = {}
         self.answers: OrderedDict[int, Response] = OrderedDict()
         self.answers_max = answers_max
+        self.forgotten = 0
+        """Writes up to this number may have been answered, but the answer is no longer known."""
 
     @property
     def owner(self) -> bytes:
@@ -68,7 +110,8 @@ class Session:
         """Keep a write's answer for a repeated request."""
         self.answers[request] = answer
         if len(self.answers) > self.answers_max:
-            self.answers.popitem(last=False)
+            old, _ = self.answers.popitem(last=False)
+            self.forgotten = max(self.forgotten, old)
 
 
 class Sessions:
@@ -188,13 +231,25 @@ class Sessions:
         self.pins.clear()
 
 
+class _HeldPin:
+    """A client's pin on an object."""
+
+    __slots__ = ("expires_at", "item", "place")
+
+    def __init__(self, place: tuple[bytes, bytes], item: Object) -> None:
+        self.place = place
+        self.item = item
+        self.expires_at = 0
+
+
 class Pins:
     """Pins by client and key, each until its time."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._pins: dict[tuple[bytes, bytes], tuple[Object, int]] = {}
-        self._due: list[tuple[int, tuple[bytes, bytes]]] = []
+        self._pins: dict[tuple[bytes, bytes], _HeldPin] = {}
+        self._expiry: ExpiryHeap[_HeldPin] = ExpiryHeap()
+        self._sweep_at = PINS_SLACK
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -203,29 +258,35 @@ class Pins:
         """Pin an object, or prolong the pin of this owner."""
         place = (owner, item.key)
         held = self._pins.get(place)
-        if held is not None and held[0] is item:
-            until = max(until, held[1])
-        else:
+        if held is None or held.item is not item:
             status = self._store.pin(item)
             if status is not Status.OK:
                 return status
-        self._pins[place] = (item, until)
-        heapq.heappush(self._due, (until, place))
+            self.unpin(*place)
+            held = self._pins[place] = _HeldPin(place, item)
+            self._sweep()
+        if until > held.expires_at:
+            self._expiry.set(held, until)
         return Status.OK
 
     def unpin(self, owner: bytes, key: bytes) -> None:
         held = self._pins.pop((owner, key), None)
         if held is not None:
-            self._store.unpin(held[0])
+            self._expiry.set(held, 0)
+            self._store.unpin(held.item)
+
+    def _sweep(self) -> None:
+        """Drop pins whose object has left, so that they are never many more than the objects."""
+        if len(self._pins) > self._sweep_at:
+            left = [p for p, held in self._pins.items() if held.item.state is not State.COMMITTED]
+            for place in left:
+                self.unpin(*place)
+            self._sweep_at = 2 * len(self._pins) + PINS_SLACK
 
     def reap(self, now: int) -> None:
-        while self._due and self._due[0][0] <= now:
-            _, place = heapq.heappop(self._due)
-            held = self._pins.get(place)
-            if held is not None and held[1] <= now:
-                self.unpin(*place)
+        for held in self._expiry.due(now, len(self._expiry)):
+            self.unpin(*held.place)
 
     def clear(self) -> None:
         for place in list(self._pins):
             self.unpin(*place)
-        self._due.clear()

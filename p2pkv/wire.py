@@ -148,6 +148,10 @@ class Welcome(Body, frozen=True):
     member: Member
     session_ttl_ms: int
     limits: dict[Name, int]
+    data: tuple[Name, ...] = ()
+    """Endpoints of the data connection, best first."""
+    token: Annotated[bytes, Limit(max_length=64)] = b""
+    """Admits this session's data connection."""
 
 
 class Get(Body, frozen=True):
@@ -341,12 +345,12 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     key: Key
     size: Annotated[int, Limit(ge=-1, lt=1 << 62)]
-    ttl_ms: int = 0
-    flags: int = 0
-    checksum: int = 0
-    start: int = 0
+    ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)] = 0
+    flags: Annotated[int, Limit(ge=0)] = 0
+    checksum: Annotated[int, Limit(ge=0)] = 0
+    start: Size = 0
     """Position of this piece in the value, for values larger than one message."""
-    piece: int = -1
+    piece: Annotated[int, Limit(ge=-1, lt=1 << 62)] = -1
     """Bytes of the value in this message; -1: all."""
 
 
