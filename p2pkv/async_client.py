@@ -35,7 +35,7 @@ from p2pkv.routing import (
     Request,
     Router,
 )
-from p2pkv.transport import Link, Waiter, new_client_id, new_session
+from p2pkv.transport import ClientSession, Link, Waiter, new_client_id
 from p2pkv.types import Member
 from p2pkv.wire import Kind
 
@@ -80,12 +80,20 @@ class _PeerLink:
         )
 
     def submit(self, exchange: _Exchange, index: int) -> None:
-        request = exchange.requests[index]
-        if len(self.waiting) >= self.credit or not self.link.send(request):
+        """Send, or keep it until there is credit."""
+        if self.link.closed:
+            self.link.open()
+            self._listen()
+        if self.backlog or not self._send((exchange, index)):
             self.backlog.append((exchange, index))
-        else:
-            self.waiting[request.id] = (exchange, index)
         self._waiters[0].poke()
+
+    def _send(self, entry: tuple[_Exchange, int]) -> bool:
+        request = entry[0].requests[entry[1]]
+        if len(self.waiting) >= self.credit or not self.link.send(request):
+            return False
+        self.waiting[request.id] = entry
+        return True
 
     def _readable(self) -> bool:
         try:
@@ -96,8 +104,8 @@ class _PeerLink:
             lost = str(e)
         if lost is not None:
             self.lose(lost)
-        while self.backlog and len(self.waiting) < self.credit:
-            self.submit(*self.backlog.popleft())
+        while self.backlog and self._send(self.backlog[0]):
+            self.backlog.popleft()
         return False
 
     def _take(self, request_id: int, reply: Reply) -> None:
@@ -121,13 +129,9 @@ class _PeerLink:
             exchange.answer(index, answer)
 
     def lose(self, reason: str) -> None:
-        """End everything under way and connect anew."""
-        if not self.link.connected:
-            for exchange, index in self.waiting.values():
-                exchange.requests[index].sent = False
+        """End everything under way; the next request connects anew."""
         self._close_waiters()
         self.link.reset()
-        self._listen()
         self._end_all(Lost(reason))
 
     def give_up(self, exchange: _Exchange) -> None:
@@ -167,7 +171,9 @@ class AsyncDriver:
         self._own_context = context is None
         self._context = context or zmq.Context()
         self._hello = wire.Hello(config.cluster, member)
-        self._session = new_session(new_client_id(b"n" if member else b"a"))
+        client_id = new_client_id(b"n" if member else b"a")
+        self._session = ClientSession(client_id)
+        self._ring_session = ClientSession(client_id)
         self._member = member
         self._local = local
         self._find = find
@@ -205,7 +211,9 @@ class AsyncDriver:
         return await discovery.find(self._config, left)
 
     async def exchange(self, requests: Sequence[Request], deadline_ns: int) -> list[Answer]:
-        """Send all requests, credit permitting, and wait for the answers."""
+        """Send all requests, credit permitting, and wait for the answers. Raises ClosedClient."""
+        if self.closed:
+            raise ClosedClient("the client is closed")
         loop = asyncio.get_running_loop()
         exchange = _Exchange(requests, loop)
         used: set[_PeerLink] = set()
@@ -256,7 +264,8 @@ class AsyncDriver:
             if endpoint is None:
                 return None
             self._forget_old_members()
-            link = Link(self._context, endpoint, self._session, self._hello, self._config.limits)
+            session = self._ring_session if isinstance(to, str) else self._session
+            link = Link(self._context, endpoint, session, self._hello, self._config.limits)
             peer = self._peers[to] = _PeerLink(link, self._config.limits.inflight_max)
         return peer
 
@@ -310,6 +319,14 @@ class AsyncClient:
         config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd)
         router = Router()
         self._setup(config, router, AsyncDriver(config, router), near_cache_bytes)
+
+    @classmethod
+    def from_config(cls, config: ClientConfig, *, near_cache_bytes: int = 0) -> Self:
+        """See ``Client.from_config``."""
+        router = Router()
+        client = cls.__new__(cls)
+        client._setup(config, router, AsyncDriver(config, router), near_cache_bytes)
+        return client
 
     def _setup(
         self, config: ClientConfig, router: Router, driver: AsyncDriver, near_cache_bytes: int = 0

@@ -95,6 +95,21 @@ class Authority(Protocol):
         ...
 
     @property
+    def contact_ns(self) -> int:
+        """The latest time at which our session was certainly alive: when a request was *sent*
+        whose answer showed it. Monotonic; 0 before the first.
+
+        Stands still once the session was lost and renewed, until ``affirm``.
+        """
+        ...
+
+    def affirm(self, asked_ns: int) -> None:
+        """After a renewal: all records that we own were written again, beginning at ``asked_ns``.
+
+        So whoever decided before that our buckets start again fails at their guards.
+        """
+
+    @property
     def last_contact_ns(self) -> int | None:
         """When the latest answered request was sent, monotonic; None before the first."""
         ...
@@ -103,8 +118,9 @@ class Authority(Protocol):
 class EtcdAuthority:
     """The authority in etcd, below ``/p2pkv/<cluster>/``.
 
-    ``on_superseded`` is called once, from the event loop. Raises ConfigError for a bad
-    configuration. See Authority for the methods.
+    ``on_superseded`` is called once, ``on_renewed`` whenever the session was lost and made anew,
+    both from the event loop. Raises ConfigError for a bad configuration. See Authority for the
+    methods.
     """
 
     def __init__(
@@ -115,6 +131,7 @@ class EtcdAuthority:
         clock: Clock = monotonic,
         rng: random.Random | None = None,
         on_superseded: Callable[[], None] = lambda: None,
+        on_renewed: Callable[[], None] = lambda: None,
     ) -> None:
         self._cluster = cluster
         self._keys = etcd_view.Keys(cluster)
@@ -122,7 +139,13 @@ class EtcdAuthority:
         self._rng = rng or random.Random()
         self._client = EtcdClient(config, clock, self._rng)
         self._session = Session(
-            self._client, self._keys, config.session_ttl_s, clock, self._rng, on_superseded
+            self._client,
+            self._keys,
+            config.session_ttl_s,
+            clock,
+            self._rng,
+            on_superseded,
+            on_renewed,
         )
         self._node = NodeId("")
         self._campaigned: bytes = b""
@@ -131,6 +154,14 @@ class EtcdAuthority:
     def last_contact_ns(self) -> int | None:
         """See EtcdClient.last_contact_ns."""
         return self._client.last_contact_ns
+
+    @property
+    def contact_ns(self) -> int:
+        """See Authority."""
+        return self._session.contact_ns
+
+    def affirm(self, asked_ns: int) -> None:
+        self._session.affirm(asked_ns)
 
     @property
     def superseded(self) -> bool:

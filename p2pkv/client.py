@@ -29,6 +29,7 @@ from p2pkv.errors import (
     ForkedClient,
     InvalidArgument,
     Miss,
+    P2PKVError,
     ProtocolError,
 )
 from p2pkv.operations import Key, Operations, ScanCursor, encode_key, encode_prefix, milliseconds
@@ -44,7 +45,7 @@ from p2pkv.routing import (
     Request,
     Router,
 )
-from p2pkv.transport import Link, new_client_id, new_session
+from p2pkv.transport import ClientSession, Link, new_client_id
 from p2pkv.wire import Kind, PutOptions
 
 T = TypeVar("T")
@@ -121,7 +122,8 @@ class Channel:
         self._config = config
         self._router = router
         self._hello = wire.Hello(config.cluster)
-        self._session = new_session(client_id)
+        self._session = ClientSession(client_id)
+        self._ring_session = ClientSession(client_id)
         self._links: dict[Peer, Link] = {}
         self._calls = 0
         self._spin_pays = True
@@ -132,24 +134,22 @@ class Channel:
         if len(requests) == 1:
             link = self._links.get(requests[0].to)
             if link is not None and link.connected and link.send(requests[0]):
-                answer = self._answer_soon(link, requests[0])
-                if answer is not None:
-                    return [answer]
-                exchange.adopt(link)
+                try:
+                    replies = self._replies_soon(link)
+                except ProtocolError as e:
+                    link.reset()
+                    return [Lost(str(e))]
+                for request_id, reply in replies:
+                    if request_id == requests[0].id and reply.kind != Kind.ERROR:
+                        return [reply]
+                exchange.adopt(link, replies)
         return exchange.run(deadline_ns)
 
-    def _answer_soon(self, link: Link, request: Request) -> Answer | None:
-        """The usual case: an idle link, an answer within moments. None: look closer."""
+    def _replies_soon(self, link: Link) -> Sequence[tuple[int, Reply]]:
+        """The usual case: an idle link, an answer within moments. Nothing: look closer."""
         if not (self._spin(link) or zmq_poll(((link.socket, zmq.POLLIN),), QUICK_MS)):
-            return None
-        try:
-            for request_id, reply in link.receive():
-                if request_id == request.id and reply.kind != Kind.ERROR:
-                    return reply
-        except ProtocolError as e:
-            link.reset()
-            return Lost(str(e))
-        return None
+            return ()
+        return link.receive()
 
     def _spin(self, link: Link) -> bool:
         """Poll for a moment before sleeping, which spares the wake-up of an idle core.
@@ -175,8 +175,8 @@ class Channel:
             endpoint = self._endpoint(peer)
             if endpoint is None:
                 return None
-            self._forget_old_members()
-            link = Link(self._context, endpoint, self._session, self._hello, self._config.limits)
+            session = self._ring_session if isinstance(peer, str) else self._session
+            link = Link(self._context, endpoint, session, self._hello, self._config.limits)
             self._links[peer] = link
         return link
 
@@ -187,9 +187,10 @@ class Channel:
         endpoints = table.endpoints.get(peer) if table else None
         return endpoints[0] if endpoints else None
 
-    def _forget_old_members(self) -> None:
+    def keep_links(self, needed: set[Peer]) -> None:
+        """Close the links of members that left, and of endpoints, unless they are needed now."""
         table = self._router.table
-        for peer in list(self._links):
+        for peer in self._links.keys() - needed:
             if isinstance(peer, str) or (table and peer not in table.endpoints):
                 self._links.pop(peer).close()
 
@@ -209,9 +210,10 @@ class _Exchange:
         self.answers: list[Answer | None] = [None] * len(requests)
         self.waiting: dict[Link, dict[int, int]] = {}
         self.backlog: dict[Link, deque[int]] = {}
+        self.begun = False
 
     def run(self, deadline_ns: int) -> list[Answer]:
-        if not self.waiting:
+        if not self.begun:
             self._begin()
         while self.waiting:
             left = (deadline_ns - time.monotonic_ns()) / 1e6
@@ -229,11 +231,14 @@ class _Exchange:
                     self._progress(link)
         return [a if a is not None else Lost("not sent") for a in self.answers]
 
-    def adopt(self, link: Link) -> None:
-        """The only request was sent on ``link`` already."""
+    def adopt(self, link: Link, replies: Sequence[tuple[int, Reply]]) -> None:
+        """The only request was sent on ``link`` already, and these came back so far."""
+        self.begun = True
         self.waiting[link] = {self.requests[0].id: 0}
+        self._take(link, replies)
 
     def _begin(self) -> None:
+        self.channel.keep_links({request.to for request in self.requests})
         for index, request in enumerate(self.requests):
             try:
                 link = self.channel.link(request.to)
@@ -244,27 +249,28 @@ class _Exchange:
                 self.answers[index] = Lost(f"no address of {request.to} is known")
                 continue
             self.waiting.setdefault(link, {})
-            self._submit(link, index)
+            if link in self.backlog or not self._submit(link, index):
+                self.backlog.setdefault(link, deque()).append(index)
 
-    def _submit(self, link: Link, index: int) -> None:
+    def _submit(self, link: Link, index: int) -> bool:
         waiting = self.waiting[link]
         if len(waiting) >= self.credit or not link.send(self.requests[index]):
-            self.backlog.setdefault(link, deque()).append(index)
-        else:
-            waiting[self.requests[index].id] = index
+            return False
+        waiting[self.requests[index].id] = index
+        return True
 
     def _progress(self, link: Link) -> None:
         try:
             lost = link.lost()
-            self._collect(link)
+            self._take(link, link.receive())
         except ProtocolError as e:
             lost = str(e)
         if lost is not None and link in self.waiting:
             self._lose(link, lost)
 
-    def _collect(self, link: Link) -> None:
+    def _take(self, link: Link, replies: Sequence[tuple[int, Reply]]) -> None:
         waiting = self.waiting[link]
-        for request_id, reply in link.receive():
+        for request_id, reply in replies:
             if reply.kind == Kind.ERROR and self._refused(link, request_id, reply):
                 if link not in self.waiting:
                     return
@@ -273,9 +279,8 @@ class _Exchange:
             if index is not None:
                 self.answers[index] = reply
         backlog = self.backlog.get(link)
-        while backlog and len(waiting) < self.credit:
-            index = backlog.popleft()
-            self._submit(link, index)
+        while backlog and self._submit(link, backlog[0]):
+            backlog.popleft()
         if not waiting and not backlog:
             del self.waiting[link]
 
@@ -295,11 +300,7 @@ class _Exchange:
         return [*waiting.values(), *self.backlog.pop(link, ())]
 
     def _lose(self, link: Link, reason: str) -> None:
-        connected = link.connected
         for index in self._all_of(link):
-            request = self.requests[index]
-            if not connected:
-                request.sent = False
             self.answers[index] = Lost(reason)
         link.reset()
 
@@ -328,6 +329,11 @@ class SocketDriver:
         channel = self._acquire()
         try:
             return self._drive(channel, operation)
+        except P2PKVError:
+            raise
+        except BaseException:  # an interrupt may have come in the middle of a message
+            channel.close()
+            raise
         finally:
             self._release(channel)
 
@@ -440,6 +446,14 @@ class Client:
         config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd)
         router = Router()
         self._setup(config, router, SocketDriver(config, router), near_cache_bytes)
+
+    @classmethod
+    def from_config(cls, config: ClientConfig, *, near_cache_bytes: int = 0) -> Self:
+        """A client with all that a ClientConfig holds, e.g. limits that differ from the defaults."""
+        router = Router()
+        client = cls.__new__(cls)
+        client._setup(config, router, SocketDriver(config, router), near_cache_bytes)
+        return client
 
     def _setup(
         self, config: ClientConfig, router: Router, driver: Driver, near_cache_bytes: int = 0

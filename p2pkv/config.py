@@ -24,7 +24,8 @@ from p2pkv.errors import ConfigError
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
 Name = Annotated[str, Limit(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Positive = Annotated[float, Limit(gt=0)]
+Positive = Annotated[float, Limit(gt=0, lt=1e6)]
+"""Seconds; under 12 days, so that a deadline is always a number of nanoseconds."""
 Bytes = Annotated[int, Limit(ge=0)]
 Port = Annotated[int, Limit(ge=0, le=65535)]
 
@@ -37,34 +38,53 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch_keys_max: Annotated[int, Limit(ge=1, le=65536)] = 16384
     """Keys in one message; a larger batch of the caller's goes out as several."""
     head_bytes_max: Annotated[int, Limit(ge=4 * KiB)] = 32 * MiB
-    """The MessagePack part of a message: at least batch_keys_max × (key_bytes_max + 16)."""
+    """The MessagePack part of a message: at least ``(key_bytes_max + 16)`` for each key of
+    batch_keys_max and scan_keys_max."""
     message_bytes_max: Annotated[int, Limit(ge=1 * MiB)] = 64 * MiB
     """Value bytes in one message; a larger value goes in pieces (alloc, write, commit)."""
     inflight_max: Annotated[int, Limit(ge=1, le=4096)] = 64
     """Requests that one session may have under way (its credit)."""
     scan_keys_max: Annotated[int, Limit(ge=1, le=65536)] = 4096
 
+    def __post_init__(self) -> None:
+        keys = max(self.batch_keys_max, self.scan_keys_max)
+        needed = keys * (self.key_bytes_max + 16)
+        if self.head_bytes_max < needed:
+            raise _error(
+                "limits.head_bytes_max",
+                self.head_bytes_max,
+                f"{needed} or more, for {keys} keys of {self.key_bytes_max} bytes",
+            )
+
 
 class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to reach the authority."""
 
     endpoints: tuple[str, ...] = ("http://127.0.0.1:2379",)
+    """Members of the etcd cluster; if one does not answer, the next is asked."""
     ca_file: str = ""
+    """PEM file of the authority that signed the servers' certificates."""
     cert_file: str = ""
+    """PEM file of our own certificate, if etcd asks for one; with ``key_file``."""
     key_file: str = ""
     user: str = ""
+    """With ``password``, if etcd has authentication switched on."""
     password: str = ""
     attempt_timeout_s: Positive = 1.0
     """One try at one endpoint; then the next endpoint is asked."""
     total_timeout_s: Positive = 8.0
+    """After this long, over all tries, an operation gives up."""
     session_ttl_s: Annotated[int, Limit(ge=2, le=3600)] = 5
+    """A node that is silent for so long is taken off the list of nodes."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One node. Sizes in bytes, times in seconds."""
 
     cluster: Name = "default"
+    """Clusters of different names share one etcd and know nothing of each other."""
     node_id: Name = msgspec.field(default_factory=lambda: socket.gethostname()[:64])
+    """Must be kept across restarts, and be different for each node."""
     etcd: EtcdConfig = EtcdConfig()
     limits: Limits = Limits()
 
@@ -80,20 +100,27 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     # -- placement
     weight: Annotated[float, Limit(ge=0, le=1000)] = 1.0
+    """Share of the buckets, relative to the other nodes; 0: none."""
     host: str = msgspec.field(default_factory=socket.gethostname)
+    """The machine; copies of a bucket go to different ones."""
     zone: str = ""
+    """The rack, room or zone; copies of a bucket go to different ones."""
 
     # -- fixed at the cluster's creation
     bucket_count: Annotated[int, Limit(ge=1, le=65536)] = 1024
+    """A power of two. A node with another count than the cluster's is refused."""
 
     # -- memory
     memory_limit_bytes: Annotated[int, Limit(ge=1 * MiB)] = 1 * GiB
+    """Shared memory for values."""
     metadata_limit_bytes: Bytes = 0
     """Bound for keys and index. 0: 1/8 of memory_limit_bytes, at least 16 MiB."""
     hard_pin_quota: Annotated[float, Limit(ge=0, le=1)] = 0.25
     """Share of memory_limit_bytes that hard-pinned objects may take."""
     huge_pages: bool = False
+    """Ask the kernel for huge pages; refused where it gives none to shared memory."""
     prefault: bool = False
+    """Take all memory at the start instead of at first use."""
 
     # -- sessions
     session_ttl_s: Positive = 30.0
@@ -103,21 +130,27 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     read_deadline_s: Positive = 30.0
     """A transfer token that is not used for so long is taken back."""
     sessions_max: Annotated[int, Limit(ge=1)] = 4096
+    """Clients, and threads of clients, at the same time."""
 
     # -- moving buckets
     moves_max: Annotated[int, Limit(ge=1, le=64)] = 2
     """Buckets that one node hands over at the same time."""
     move_bytes_per_s: Annotated[int, Limit(ge=1)] = 512 * MiB
+    """At most so much goes out to nodes that take over buckets."""
     drain_timeout_s: Positive = 120.0
     """How long SIGTERM waits for the buckets to be handed over."""
 
     # -- trouble with etcd (design, section 6.4)
     fence_after_s: Positive = 10.0
+    """Without etcd for so long, a node serves only while it is sure not to be replaced."""
     peer_contact_s: Positive = 5.0
+    """How recent a heartbeat, and a peer's contact to etcd, must be to count."""
     reset_after_s: Positive = 20.0
     """Must exceed fence_after_s: the owner fences itself before anybody starts its buckets anew."""
     heartbeat_s: Positive = 0.5
+    """Between two heartbeats to every other node."""
     etcd_loss: Annotated[str, Limit(pattern="^(serve|fence)$")] = "serve"
+    """``fence``: without etcd for fence_after_s, always stop serving."""
 
     def __post_init__(self) -> None:
         if self.bucket_count & (self.bucket_count - 1):
@@ -125,9 +158,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.reset_after_s <= self.fence_after_s:
             raise _error("reset_after_s", self.reset_after_s, f"more than {self.fence_after_s} s")
         address = _address("bind", self.bind)
-        if self.advertise:
-            _address("advertise", self.advertise)
-        elif address.is_unspecified:
+        if self.advertise and _address("advertise", self.advertise).is_unspecified:
+            raise _error("advertise", self.advertise, "an address that others can connect to")
+        if not self.advertise and address.is_unspecified:
             raise _error("advertise", "", f"an address, since bind is {self.bind}")
         if not address.is_loopback and not self.insecure:
             raise _error("bind", self.bind, "a loopback address, unless insecure is set")
@@ -146,9 +179,11 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     cluster: Name = "default"
     etcd: EtcdConfig | None = None
+    """Where the nodes are found."""
     seeds: tuple[str, ...] = ()
     """Control endpoints of some nodes, e.g. ``tcp://10.0.0.7:4711``."""
     timeout_s: Positive = 5.0
+    """Deadline of a call that does not give its own."""
     limits: Limits = Limits()
     connections_max: Annotated[int, Limit(ge=1, le=1024)] = 64
     """Threads that may use one Client at the same time; more wait for their turn."""
@@ -198,10 +233,13 @@ def load(
 
 
 def build(kind: type[S], tree: Mapping[str, Any]) -> S:
-    """Validate a tree of plain values. Raises ConfigError."""
-    _read_texts(kind, tree)
+    """Validate a tree of plain values (or of configurations). Raises ConfigError."""
     try:
+        tree = msgspec.to_builtins(tree)
+        _read_texts(kind, tree)
         return msgspec.convert(tree, kind, strict=False)
+    except TypeError as e:
+        raise ConfigError(f"not a configuration: {e}") from None
     except msgspec.ValidationError as e:
         cause = e.__cause__
         if isinstance(cause, ConfigError):
@@ -250,7 +288,7 @@ def _struct(kind: Any) -> Any:
     return next((k for k in options if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([kmgt])(?:i?b)?|b?)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) *(?:([kmgt])(?:i?b)?|b?)", re.IGNORECASE)
 
 
 def parse_size(text: str, field: str = "size") -> int:

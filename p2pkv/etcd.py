@@ -285,14 +285,16 @@ class EtcdClient:
         answer, _ = await self._retry(attempt, total_s)
         return max(0, answer.TTL)
 
-    async def hold(self, lease: Lease) -> None:
+    async def hold(self, lease: Lease, alive: Callable[[int], None] = lambda _: None) -> None:
         """Keep a lease alive; returns when etcd says that it is gone, and only then.
 
         While etcd does not answer it goes on trying: the lease may have outlived the outage.
+        ``alive`` is told, after each answer that shows the lease alive, when it was asked for.
         """
         pause_s = lease.ttl_s / 3
         while True:
             await asyncio.sleep(pause_s * self._rng.uniform(0.8, 1.0))
+            asked_ns = self._clock()
             try:
                 ttl_s = await self.keep_alive(lease.id, total_s=lease.ttl_s)
             except AuthorityUnavailable as e:
@@ -301,6 +303,7 @@ class EtcdClient:
                 continue
             if ttl_s == 0:
                 return
+            alive(asked_ns)
             pause_s = ttl_s / 3
 
     # -- watching

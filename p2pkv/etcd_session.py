@@ -49,6 +49,7 @@ class Session:
         clock: Clock,
         rng: random.Random,
         on_superseded: Callable[[], None],
+        on_renewed: Callable[[], None],
     ) -> None:
         self._client = client
         self._keys = keys
@@ -56,13 +57,17 @@ class Session:
         self._clock = clock
         self._rng = rng
         self._on_superseded = on_superseded
+        self._on_renewed = on_renewed
         self._changing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._node = NodeId("")
         self._record: NodeRecord | None = None
         self._lease: Lease | None = None
+        self._affirmed = True
         self.superseded = False
         self.losses = 0
+        self.contact_ns = 0
+        """See Authority.contact_ns."""
 
     @property
     def lease(self) -> int:
@@ -70,6 +75,15 @@ class Session:
         if self._lease is None or self.superseded:
             raise Conflict("this node has no session in etcd")
         return self._lease.id
+
+    def affirm(self, asked_ns: int) -> None:
+        """See Authority.affirm."""
+        self._affirmed = True
+        self._alive(asked_ns)
+
+    def _alive(self, asked_ns: int) -> None:
+        if self._affirmed:
+            self.contact_ns = max(self.contact_ns, asked_ns)
 
     # -- coming and going
 
@@ -146,6 +160,7 @@ class Session:
         lease = await self._client.grant(self._ttl_s)
         claimed = msgspec.structs.replace(record, boot=BootId(found.boot + 1))
         boot_key, node_key = self._keys.boot(self._node), self._keys.node(self._node)
+        asked_ns = self._clock()
         value = msgspec.json.encode(claimed)
         try:
             done = await self._client.txn(
@@ -159,6 +174,7 @@ class Session:
             await self._client.revoke(lease.id)
             return False
         self._record, self._lease = claimed, lease
+        self._alive(asked_ns)
         return True
 
     async def _publish(self, lease: int) -> bool:
@@ -185,12 +201,14 @@ class Session:
 
     async def _renew(self) -> bool:
         """Register the same boot again, under a new lease."""
+        self._affirmed = False
         lease = await self._client.grant(self._ttl_s)
         if not await self._publish(lease.id):
             await self._client.revoke(lease.id)
             return False
         self._lease = lease
         self.losses += 1
+        self._on_renewed()
         return True
 
     def _supersede(self, boot: BootId) -> None:
@@ -209,7 +227,7 @@ class Session:
         while not self.superseded and (lease := self._lease) is not None:
             try:
                 if lease is not lost:
-                    await self._client.hold(lease)
+                    await self._client.hold(lease, self._alive)
                     lost = lease
                 await self._restore(lease)
             except (P2PKVError, LeaseLost) as e:

@@ -82,6 +82,7 @@ class Decoder:
             place = self._place(event.kv.key)
             if place is None:
                 continue
+            changes.gap |= place[0] == "nodes" and place[1] in changes.nodes
             if event.type == pb.Event.DELETE:
                 _set(changes, place, None)
             elif (value := self._value(place[0], event.kv, None)) is not None:
@@ -132,6 +133,7 @@ class _Changes(msgspec.Struct):
     """A Delta in the making."""
 
     revision: Revision = Revision(0)
+    gap: bool = False
     meta: Meta | msgspec.UnsetType | None = msgspec.UNSET
     nodes: dict[NodeId, NodeRecord | None] = msgspec.field(default_factory=dict)
     boots: dict[NodeId, BootId | None] = msgspec.field(default_factory=dict)
@@ -186,7 +188,7 @@ async def follow(
         except Compacted as e:
             log.info("%s; reading everything again", e)
         fresh = await _load_in_the_end(client, keys, decoder, state, rng)
-        delta = difference(state, fresh)
+        delta = msgspec.structs.replace(difference(state, fresh), gap=True)
         state = fresh
         on_boots(delta.boots)
         if delta:

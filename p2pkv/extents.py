@@ -85,9 +85,12 @@ class Extents:
         return self.allocator.free_batch(starts)
 
     def acquire_batch(self, items: Sequence[Object]) -> None:
-        """One token for each object. Raises Conflict, taking none, if one has left the store."""
+        """One token for each object. Raises Conflict, taking none, if one has left the store.
+
+        One that is still being read may have more readers: its bytes stay until the last is done.
+        """
         for item in items:
-            if item.state > _COMMITTED:
+            if item.state > _COMMITTED and not item.readers:
                 raise Conflict(f"object of {len(item.key)}-byte key is {item.state.name}")
         for item in items:
             item.readers += 1

@@ -21,19 +21,21 @@ the order of ``seq``, each exactly once (a repeat is acknowledged again, a gap e
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from p2pkv import wire
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS, Clock
 from p2pkv.errors import ProtocolError
-from p2pkv.objects import Bucket, Object, Pin, State
+from p2pkv.objects import Bucket, Object, Pin
 from p2pkv.records import BucketChange, BucketRecord, Versioned
 from p2pkv.routing import Effect, Exchange, Operation, Pause, Reply, Request
-from p2pkv.store import Store
 from p2pkv.types import BucketId, Epoch, Member
 from p2pkv.wire import Entry, Kind, PutOptions, Snapshot, Status
+
+if TYPE_CHECKING:
+    from p2pkv.store import Store
 
 PIECE_BYTES = 8 << 20
 PIECE_KEYS = 4096
@@ -86,6 +88,8 @@ class Outgoing:
         target: Member,
         nonce: int,
         bytes_per_s: int,
+        piece_bytes: int = PIECE_BYTES,
+        piece_keys: int = PIECE_KEYS,
     ) -> None:
         self.bucket = bucket
         self.target = target
@@ -97,6 +101,8 @@ class Outgoing:
         self._store = store
         self._nonce = nonce
         self._rate = bytes_per_s
+        self._piece_bytes = piece_bytes
+        self._piece_keys = piece_keys
         self._seq = 0
 
     def run(self, clock: Clock) -> Generator[Effect | Stop | Propose, Any, bool]:
@@ -132,7 +138,7 @@ class Outgoing:
         at = 0
         while at < len(keys):
             item = self.bucket.objects.get(keys[at])
-            if item is not None and item.size > PIECE_BYTES:
+            if item is not None and item.size > self._piece_bytes:
                 self._clean(keys[at])
                 yield from self._send_large(clock, item)
                 at += 1
@@ -149,8 +155,8 @@ class Outgoing:
         """As many objects from ``keys[at]`` on as one message takes; at least one."""
         entries: list[Entry] = []
         values: list[memoryview] = []
-        room = PIECE_BYTES
-        for key in keys[at : at + PIECE_KEYS]:
+        room = self._piece_bytes
+        for key in keys[at : at + self._piece_keys]:
             item = self.bucket.objects.get(key)
             size = 0 if item is None else item.size
             if size > room:
@@ -170,10 +176,13 @@ class Outgoing:
         """A value larger than a piece, in several; held by a token meanwhile."""
         self._store.acquire(item)
         try:
-            for start in range(0, item.size, PIECE_BYTES):
-                length = min(PIECE_BYTES, item.size - start)
+            for start in range(0, item.size, self._piece_bytes):
+                length = min(self._piece_bytes, item.size - start)
                 view = self._store.value(item)[start : start + length]
                 whole = _entry(item.key, item, clock())
+                if whole.size < 0:  # expired meanwhile
+                    yield from self._piece([whole], b"", clock, True, False)
+                    return
                 entry = msgspec.structs.replace(whole, start=start, piece=length)
                 yield from self._piece([entry], bytes(view), clock, True, False)
         finally:
@@ -208,7 +217,7 @@ class Outgoing:
             raise Failed(f"{self.target} refused: {getattr(answer.body, 'message', answer.kind)}")
         ack: wire.SnapshotAck = answer.body
         if ack.status or ack.nonce != self._nonce or ack.seq != self._seq:
-            raise Failed(f"{self.target} answered {Status(ack.status).name} to piece {self._seq}")
+            raise Failed(f"{self.target} answered status {ack.status} to piece {self._seq}")
         self.dropped += ack.dropped
 
 
@@ -227,9 +236,13 @@ def _entry(key: bytes, item: Object | None, now: int) -> Entry:
 class Incoming:
     """A bucket that this node is learning from its owner."""
 
-    def __init__(self, store: Store, bucket: BucketId, source: Member, nonce: int) -> None:
+    def __init__(
+        self, store: Store, bucket: BucketId, source: Member, nonce: int, record: BucketRecord
+    ) -> None:
         self.bucket = bucket
         self.source = source
+        self.record = record
+        """Of its owner, as this attempt began."""
         self.nonce = nonce
         self.complete = False
         self.dropped = 0
@@ -251,7 +264,10 @@ class Incoming:
         values = wire.packed(frames, sizes)
         if len(body.entries) == 1 and body.entries[0].piece >= 0:
             self._take_part(body.entries[0], values[0], now)
+        elif any(e.piece >= 0 for e in body.entries):
+            raise ProtocolError("a part of a value among others")
         else:
+            self.give_up_large()
             self._take_whole(body.entries, values, now)
         self._next += 1
         self.complete = body.last
@@ -286,7 +302,7 @@ class Incoming:
             else:
                 self.dropped += 1
         item = self._large
-        if item is None or item.key != entry.key or item.state is not State.ALLOCATED:
+        if item is None or item.key != entry.key:
             return
         if entry.start != self._filled or entry.start + len(value) > item.size:
             raise ProtocolError(f"a piece at {entry.start} of a value of {item.size} bytes")
@@ -294,7 +310,20 @@ class Incoming:
         self._filled += len(value)
         if self._filled == item.size:
             self._store.commit_batch([item], now, [entry.checksum or None])
+            ttl = entry.ttl_ms * MILLISECOND_NS  # as it is now, at the end of the transfer
+            self._store.expire_batch([self.bucket], [entry.key], ttl, now)
             self._large = None
+
+    def leads_to(self, record: BucketRecord) -> bool:
+        """Whether what was learned is all that the bucket had when ``record`` was written.
+
+        It is not, if the bucket was started anew meanwhile.
+        """
+        old = self.record
+        return self.complete and (record.epoch, record.generation) == (
+            old.epoch + 1,
+            old.generation,
+        )
 
     def give_up_large(self) -> None:
         if self._large is not None:

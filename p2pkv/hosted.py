@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,6 +19,9 @@ from p2pkv.routing import Operation
 
 T = TypeVar("T")
 
+STOPPED_CHECK_S = 1.0
+"""How often a waiting call looks whether the loop that should answer it is still there."""
+
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """uvloop's loop where it is installed, else asyncio's."""
@@ -27,6 +31,13 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 class LoopDriver:
@@ -42,7 +53,22 @@ class LoopDriver:
             raise ForkedClient("the node of this client runs in the parent process")
         if self._driver.closed or self._loop.is_closed():
             raise ClosedClient("the node of this client has stopped")
-        return asyncio.run_coroutine_threadsafe(self._driver.run(operation), self._loop).result()
+        if _running_loop() is self._loop:
+            raise RuntimeError("a blocking call on the node's own event loop would wait for itself")
+        coroutine = self._driver.run(operation)
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop was closed this moment
+            coroutine.close()
+            raise ClosedClient("the node of this client has stopped") from None
+        return self._result(future)
+
+    def _result(self, future: Future[T]) -> T:
+        while not wait((future,), STOPPED_CHECK_S).done and not self._loop.is_closed():
+            pass
+        if not future.done() or future.cancelled():
+            raise ClosedClient("the node of this client has stopped")
+        return future.result()
 
     def close(self) -> None:
         """The sockets are the node's."""
@@ -110,6 +136,10 @@ class NodeThread:
         try:
             self._loop.run_forever()
         finally:
+            while tasks := asyncio.all_tasks(self._loop):  # calls that the node will not answer
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 

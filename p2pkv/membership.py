@@ -145,15 +145,15 @@ class _Peer:
 
 
 class _Tenure:
-    """When a node was registered, as revisions of etcd. Too short rather than too long."""
+    """When a node was registered, as revisions of etcd; rather later than it was."""
 
     __slots__ = ("gone_ns", "joined", "left")
 
     def __init__(self, joined: Revision) -> None:
         self.joined = joined
         self.left: Revision | None = None
-        self.gone_ns = 0
-        """When we saw that it was no longer registered."""
+        self.gone_ns: int | None = None
+        """When we noted that it was no longer registered: at the next heartbeat."""
 
 
 class Contacts:
@@ -186,9 +186,7 @@ class Contacts:
 
     # -- who is registered
 
-    def register(
-        self, members: Iterable[Member], revision: Revision, now: int, gap: bool = False
-    ) -> None:
+    def register(self, members: Iterable[Member], revision: Revision, gap: bool = False) -> None:
         """These members have a node record in etcd at ``revision``.
 
         To be called for each revision at which the set changes, in order; with ``gap`` when
@@ -201,11 +199,10 @@ class Contacts:
         if gap or self._revision is None:
             self._history_from = revision
             for tenure in self._tenures.values():
-                tenure.gone_ns = now
+                tenure.gone_ns = None
         self._revision = revision
         for node in self._registered.keys() - current.keys():
             self._tenures[node].left = revision
-            self._tenures[node].gone_ns = now
         for node, boot in current.items():
             if self._registered.get(node) != boot:
                 self._tenures[node] = _Tenure(revision)
@@ -213,7 +210,6 @@ class Contacts:
         self._registered = current
         if current.get(self.me.node) == self.me.boot:
             self._base, self._base_revision = frozenset(current), revision
-        self._forget(now)
 
     def _check_registration(self, current: Mapping[NodeId, BootId], revision: Revision) -> None:
         if self._revision is not None and revision < self._revision:
@@ -226,11 +222,14 @@ class Contacts:
         if member.node != self.me.node and (peer is None or peer.boot < member.boot):
             self._peers[member.node] = _Peer(member.boot)
 
-    def _forget(self, now: int) -> None:
-        """Drop those that left longest ago; whoever was lost before that stays as it is."""
-        left = sorted((t.left, node) for node, t in self._tenures.items() if t.left is not None)
-        for revision, node in left[: max(0, len(left) - DEPARTED_MAX)]:
-            if now - self._tenures[node].gone_ns >= self._reset_ns:
+    def _note_departures(self, now: int) -> None:
+        """Of too many, drop those that left first; who was lost before them stays undeclared."""
+        departed = [(t.left, n, t) for n, t in self._tenures.items() if t.left is not None]
+        excess = len(departed) - DEPARTED_MAX
+        for i, (revision, node, tenure) in enumerate(sorted(departed, key=lambda d: d[:2])):
+            if tenure.gone_ns is None:
+                tenure.gone_ns = now
+            elif i < excess and self._lasted(tenure.gone_ns, now):
                 del self._tenures[node]
                 self._peers.pop(node, None)
                 self._history_from = max(self._history_from, revision)
@@ -256,6 +255,7 @@ class Contacts:
         """
         now = self._sent_ns = max(now, self._sent_ns + 1)
         self._own_contact_ns = max(self._own_contact_ns, own_etcd_contact_ns)
+        self._note_departures(now)
         self._renew(now)
         own = self._report(self.me, max(0, self._own_contact_ns), self._own_contact_ns, 0)
         others = (
@@ -346,7 +346,9 @@ class Contacts:
 
     def _is_lost(self, owner: Member, now: int) -> bool:
         tenure, peer = self._tenures.get(owner.node), self._peers.get(owner.node)
-        if tenure is None or tenure.left is None or not self._lasted(tenure.gone_ns, now):
+        if tenure is None or tenure.left is None or tenure.gone_ns is None:
+            return False
+        if not self._lasted(tenure.gone_ns, now):
             return False
         if peer is None or peer.boot != owner.boot or peer.revision < self._history_from:
             return False

@@ -12,7 +12,7 @@ from p2pkv.async_client import AsyncDriver
 from p2pkv.authority import Authority
 from p2pkv.config import NodeConfig
 from p2pkv.errors import AuthorityUnavailable
-from p2pkv.handover import Failed, Outgoing, Propose, Stop
+from p2pkv.handover import PIECE_BYTES, PIECE_KEYS, Failed, Outgoing, Propose, Stop
 from p2pkv.ownership import Ownership
 from p2pkv.records import BucketChange
 from p2pkv.routing import Exchange, Pause
@@ -24,6 +24,10 @@ log = logging.getLogger("p2pkv.mover")
 CHECK_INTERVAL_S = 0.5
 RETRY_FIRST_S = 0.2
 RETRY_LAST_S = 5.0
+CONTACT_MAX_NS = 1 * clock.SECOND_NS
+"""A bucket is not stopped if etcd was last heard from longer ago: it would stay stopped."""
+ENTRY_BYTES_MAX = 80
+"""What an entry of a snapshot takes beside its key."""
 
 
 class Mover:
@@ -82,6 +86,7 @@ class Mover:
             self._running[bucket] = group.create_task(self._move(bucket, target))
 
     async def _move(self, bucket: BucketId, target: Member) -> None:
+        limits = self._config.limits
         outgoing = Outgoing(
             self._store,
             self._store.buckets[bucket],
@@ -89,6 +94,8 @@ class Mover:
             target,
             self._random.getrandbits(48),
             max(1, self._config.move_bytes_per_s // self._config.moves_max),
+            min(PIECE_BYTES, limits.message_bytes_max),
+            min(PIECE_KEYS, limits.head_bytes_max // (limits.key_bytes_max + ENTRY_BYTES_MAX)),
         )
         try:
             if await self._drive(outgoing):
@@ -122,6 +129,9 @@ class Mover:
                 elif isinstance(effect, Pause):
                     await asyncio.sleep(effect.duration_ns / 1e9)
                 elif isinstance(effect, Stop):
+                    if effect.stopped and not self._etcd_answers():
+                        moving.close()
+                        raise Failed("etcd does not answer")
                     self._ownership.stop_serving(outgoing.bucket.id, effect.stopped)
                 elif isinstance(effect, Propose):
                     result = await self._propose(effect.change)
@@ -130,6 +140,10 @@ class Mover:
                     return bool(result)
         except StopIteration as stop:
             return bool(stop.value)
+
+    def _etcd_answers(self) -> bool:
+        contact = self._authority.last_contact_ns
+        return contact is not None and clock.monotonic() - contact <= CONTACT_MAX_NS
 
     async def _propose(self, change: BucketChange) -> bool:
         """Change the record; go on until the outcome is definite (invariant I12)."""

@@ -29,6 +29,7 @@ from p2pkv.data_server import Filling as FillingLike
 from p2pkv.errors import AuthorityUnavailable, Conflict, P2PKVError, ProtocolError
 from p2pkv.gossip import Gossip
 from p2pkv.handlers import Handlers
+from p2pkv.hostlock import HostLock
 from p2pkv.membership import Contacts, Heartbeat
 from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
@@ -65,6 +66,7 @@ class Node:
         self._authority = authority
         self._random = random.Random()
         self._stopping = asyncio.Event()
+        self._renewed = asyncio.Event()
         self._ready: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._garbage = 0
@@ -128,7 +130,10 @@ class Node:
     async def _run(self) -> None:
         config = self.config
         authority = self._authority = self._authority or EtcdAuthority(
-            config.etcd, config.cluster, on_superseded=self._stopping.set
+            config.etcd,
+            config.cluster,
+            on_superseded=self._stopping.set,
+            on_renewed=self._renewed.set,
         )
         await authority.open()
         try:
@@ -139,18 +144,26 @@ class Node:
                     fingerprint=secrets.token_hex(8),
                 )
             )
-            arena = Arena.create(
-                config.memory_limit_bytes,
-                config.node_id,
-                huge_pages=config.huge_pages,
-                prefault=config.prefault,
-            )
+            lock = HostLock.acquire(meta.fingerprint, config.node_id)
             try:
-                await self._run_with(authority, meta, arena)
+                await self._run_alone(authority, meta)
             finally:
-                arena.close()
+                lock.release()
         finally:
             await authority.close()
+
+    async def _run_alone(self, authority: Authority, meta: Meta) -> None:
+        config = self.config
+        arena = Arena.create(
+            config.memory_limit_bytes,
+            config.node_id,
+            huge_pages=config.huge_pages,
+            prefault=config.prefault,
+        )
+        try:
+            await self._run_with(authority, meta, arena)
+        finally:
+            arena.close()
 
     async def _run_with(self, authority: Authority, meta: Meta, arena: Arena) -> None:
         config = self.config
@@ -181,13 +194,15 @@ class Node:
                 capacity_bytes=config.memory_limit_bytes,
             )
             boot = await authority.register(NodeId(config.node_id), record)
-            self.member = member = Member(NodeId(config.node_id), boot)
-            view = await authority.load()
-            self._compose(member, meta, store, context, server, gossip, view)
             try:
-                await self._serve(authority)
+                self.member = member = Member(NodeId(config.node_id), boot)
+                view = await authority.load()
+                self._compose(member, meta, store, context, server, gossip, view)
+                try:
+                    await self._serve(authority)
+                finally:
+                    self._driver.close()
             finally:
-                self._driver.close()
                 await _quietly(authority.resign())
                 await _quietly(authority.deregister())
         finally:
@@ -250,7 +265,8 @@ class Node:
         assert self._ready is not None
         async with asyncio.TaskGroup() as group:
             jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
-                self._follow, self._beat, self._keep_house, self._plan, self._mover.run,
+                self._follow, self._beat, self._keep_house, self._plan, self._affirm,
+                self._mover.run,
             ]  # fmt: skip
             tasks = [group.create_task(job(), name=job.__qualname__) for job in jobs]
             if not self._ready.done():
@@ -276,8 +292,8 @@ class Node:
         async with aclosing(self._authority_of().follow(view)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 self._ownership.take_delta(delta)
-                if delta.nodes:
-                    self._register_contacts(gap=False)
+                if delta.nodes or delta.gap:
+                    self._register_contacts(delta.gap)
 
     async def _beat(self) -> None:
         while True:
@@ -313,6 +329,26 @@ class Node:
                 continue
             await asyncio.sleep(PLAN_PAUSE_S)
 
+    async def _affirm(self) -> None:
+        """After our session in etcd was lost and renewed: write again what we own."""
+        while True:
+            await self._renewed.wait()
+            self._renewed.clear()
+            asked_ns = clock.monotonic()
+            changes = self._ownership.affirmations()
+            while changes:
+                try:
+                    outcomes = await self._authority_of().update_buckets(changes)
+                except AuthorityUnavailable:
+                    await asyncio.sleep(self._random.uniform(0.1, 0.2))
+                    continue
+                for outcome in outcomes:
+                    self._ownership.take_record(outcome.bucket, outcome.current)
+                unknown = {o.bucket for o in outcomes if o.unknown}
+                changes = [c for c in changes if c.bucket in unknown]
+            if not self._renewed.is_set():
+                self._authority_of().affirm(asked_ns)
+
     def _changes(self) -> list[BucketChange]:
         view = self._ownership.view
         now = clock.monotonic()
@@ -336,19 +372,14 @@ class Node:
         view = self._ownership.view
         members = [Member(n, r.boot) for n, r in view.nodes.items()]
         self._contacts.register(members, view.revision, gap)
-        self._gossip.connect(
-            {
-                Member(n, r.boot): r.gossip[0]
-                for n, r in view.nodes.items()
-                if r.gossip and Member(n, r.boot) != self.member
-            }
-        )
+        addresses = {m: self._ownership.address_of(m) for m in self._contacts.peers()}
+        self._gossip.connect({m: r.gossip[0] for m, r in addresses.items() if r and r.gossip})
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         self._contacts.heard(heartbeat, clock.monotonic())
 
     def _contact_ns(self) -> int:
-        return self._authority_of().last_contact_ns or 0
+        return self._authority_of().contact_ns
 
     def _may_serve(self, now: int) -> bool:
         return self._contacts.may_serve(now, self._contact_ns())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from p2pkv import handover, wire
-from p2pkv.records import BucketRecord, Delta, NodeRecord, Versioned, View, apply
+from p2pkv.records import BucketChange, BucketRecord, Delta, NodeRecord, Versioned, View, apply
 from p2pkv.store import Store
 from p2pkv.types import BucketId, Member, NodeId, Revision
 from p2pkv.wire import Status
@@ -92,7 +92,7 @@ class Ownership:
         if held == record.generation:
             return
         learned = self.incoming.pop(bucket, None)
-        if held is not None or learned is None or not learned.complete:
+        if held is not None or learned is None or not learned.leads_to(record):
             if bucket in self._store.buckets:
                 self._store.drop_bucket(bucket)
             self._store.open_bucket(bucket)
@@ -109,7 +109,12 @@ class Ownership:
             self._store.drop_bucket(bucket)
             return
         learned = self.incoming.get(bucket)
-        if learned is not None and (record is None or record.primary != learned.source):
+        if learned is not None and (
+            record is None
+            or record.primary != learned.source
+            or record.generation != learned.record.generation
+            or record.assigned[0] != self.me.node
+        ):
             self.forget_incoming(bucket)
 
     def stop_serving(self, bucket: BucketId, stopped: bool) -> None:
@@ -120,6 +125,14 @@ class Ownership:
 
     def holds(self, bucket: BucketId) -> bool:
         return bucket in self._held
+
+    def affirmations(self) -> list[BucketChange]:
+        """The records that name us as owner, to be written again as they are."""
+        return [
+            BucketChange(bucket, versioned.mod_revision, versioned.record)
+            for bucket, versioned in self.view.buckets.items()
+            if versioned.record.primary == self.me
+        ]
 
     @property
     def held(self) -> int:
@@ -141,7 +154,8 @@ class Ownership:
                 if body.seq != 0:
                     return wire.SnapshotAck(bucket, body.nonce, body.seq, Status.CONFLICT)
                 self.forget_incoming(bucket)
-                learned = handover.Incoming(self._store, bucket, source, body.nonce)
+                record = self.view.buckets[bucket].record
+                learned = handover.Incoming(self._store, bucket, source, body.nonce, record)
                 self.incoming[bucket] = learned
             before = learned.dropped
             status = learned.take(body, frames, now)
@@ -179,6 +193,10 @@ class Ownership:
         """The registered life of a node."""
         record = self.view.nodes.get(node)
         return None if record is None else Member(node, record.boot)
+
+    def address_of(self, member: Member) -> NodeRecord | None:
+        """The last known record of a member, also after it left, while it owns a bucket."""
+        return self._addresses.get(member)
 
     # -- what others are told
 

@@ -93,10 +93,12 @@ class View(msgspec.Struct, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What changed in a View up to ``revision``; None stands for a record that was deleted.
 
-    ``meta`` and ``planner`` are UNSET if they did not change.
+    ``meta`` and ``planner`` are UNSET if they did not change. ``gap``: states in between were not
+    seen (everything was read anew, or a node record changed twice).
     """
 
     revision: Revision
+    gap: bool = False
     meta: Meta | msgspec.UnsetType | None = msgspec.UNSET
     nodes: dict[NodeId, NodeRecord | None] = msgspec.field(default_factory=dict)
     boots: dict[NodeId, BootId | None] = msgspec.field(default_factory=dict)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ SESSION_BYTES = 16
 HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 5_000
 HANDSHAKE_MS = 5_000
+CONNECT_TIMEOUT_MS = 2_000
 FRAME_SLACK = 64 << 10
 RECEIVE_BUDGET = 64
 """Messages that one wake-up handles before others get their turn."""
@@ -42,7 +44,7 @@ ZERO_COPY_MIN = 64 << 10
 _MONITORED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -71,36 +73,52 @@ def configure(socket: zmq.Socket[bytes], limits: Limits) -> None:
     socket.copy_threshold = ZERO_COPY_MIN
 
 
+class ClientSession:
+    """A session as the client has it: its id, and the numbers of its requests.
+
+    They go on over every link that shares it, as the peer knows a repeated write by its number.
+    """
+
+    __slots__ = ("id", "numbers")
+
+    def __init__(self, client_id: bytes) -> None:
+        self.id = new_session(client_id)
+        self.numbers = itertools.count(1)
+
+
 class Link:
     """A connection to one peer: sends requests, collects replies, tells when the peer is lost.
 
     The session's id is the socket's routing id; it is kept when the connection is made anew, so
-    that the peer recognizes a repeated request.
+    that the peer recognizes a repeated request. ZeroMQ does not connect again by itself: then one
+    would not know whether what waited in the queue has left.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, session: bytes,
+    def __init__(self, context: zmq.Context[Any], endpoint: str, session: ClientSession,
                  hello: wire.Hello, limits: Limits) -> None:  # fmt: skip
         self.endpoint = endpoint
         self.session = session
+        self.revision = 0
         self._context = context
         self._hello = hello
         self._limits = limits
-        self._next_id = 0
-        self.revision = 0
-        self._open()
+        self.open()
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Connect. Raises ConfigError if the endpoint is none."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         configure(socket, self._limits)
-        socket.setsockopt(zmq.ROUTING_ID, self.session)
+        socket.setsockopt(zmq.ROUTING_ID, self.session.id)
         socket.setsockopt(zmq.SNDHWM, 2 * self._limits.inflight_max)
         socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the requests that we have under way
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
         self.socket = socket
+        self.closed = False
         self.connected = False
+        self._ended = False
+        self._first: list[Request] = []
         self._repeated: set[int] = set()
         self._renewed_ns = -SECOND_NS
         try:
@@ -134,23 +152,41 @@ class Link:
         return True
 
     def reset(self) -> None:
-        """Drop the connection and whatever waits in it, and connect anew."""
+        """Drop the connection and whatever waits in it; the next request connects anew.
+
+        Requests whose first connection never came about have certainly not left.
+        """
+        if self.closed:
+            return
+        self.lost()
+        if self._ended and not self.connected:
+            for request in self._first:
+                request.sent = False
         self.close()
-        self._open()
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(0)
+        if not self.closed:
+            self.closed = True
+            self.connected = False
+            self._first.clear()
+            self.socket.disable_monitor()
+            self.monitor.close(0)
+            self.socket.close(0)
 
     def send(self, request: Request) -> bool:
         """Send, or say that the queue is full."""
+        if self.closed:
+            self.open()
         if not request.id:
-            self._next_id += 1
-            request.id = self._next_id
+            request.id = next(self.session.numbers)
         head = wire.encode(request.kind, request.id, self.revision, request.body)
-        request.sent = True
-        return send_frames(self.socket, (head,), request.payload)
+        if not send_frames(self.socket, (head,), request.payload):
+            return False
+        if not request.sent:
+            request.sent = True
+            if not self.connected:
+                self._first.append(request)
+        return True
 
     def receive(self) -> list[tuple[int, Reply]]:
         """All replies that are there: (request id, reply). Raises ProtocolError."""
@@ -163,17 +199,16 @@ class Link:
 
     def lost(self) -> str | None:
         """Why the peer is gone, if it is. Reads what the monitor has to say."""
-        reason: str | None = None
         while zmq_poll(((self.monitor, zmq.POLLIN),), 0):
             event, _ = self.monitor.recv_multipart(zmq.NOBLOCK)
             kind = int.from_bytes(event[:2], "little")
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
-            elif kind == zmq.EVENT_CONNECT_RETRIED:
-                reason = reason or f"no connection to {self.endpoint}"
             elif kind != zmq.EVENT_CONNECTED:
-                reason = f"connection to {self.endpoint} lost"
-        return reason
+                self._ended = True
+        if not self._ended:
+            return None
+        return f"{'connection lost' if self.connected else 'no connection'} to {self.endpoint}"
 
 
 def send_frames(

@@ -41,6 +41,9 @@ Ids = Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
 Bucket = Annotated[int, Limit(ge=0, lt=BATCH_KEYS_MAX)]
 Prefix = Annotated[bytes, Limit(max_length=KEY_BYTES_MAX)]
 Name = Annotated[str, Limit(max_length=256)]
+Count = Annotated[int, Limit(ge=0)]
+Code = Annotated[int, Limit(ge=0, le=255)]
+"""A Status."""
 
 
 class Status(IntEnum):
@@ -129,6 +132,8 @@ class Fault(IntEnum):
     SESSIONS_MAX = 5
     NOT_READY = 6
     INTERNAL = 7
+    FORGOTTEN = 8
+    """A repeated write whose first answer is no longer kept: it may have run, or not."""
 
 
 class Error(Body, frozen=True):
@@ -287,8 +292,8 @@ class Statuses(Body, frozen=True):
 class Matched(Body, frozen=True):
     """The first ``count`` keys are there; ``status`` says why it ended at the next."""
 
-    count: int
-    status: int
+    count: Count
+    status: Code
 
 
 class Allocated(Body, frozen=True):
@@ -310,14 +315,14 @@ class Page(Body, frozen=True):
 
     keys: Keys
     sizes: Sizes
-    finished: int
-    status: int
+    finished: Count
+    status: Code
 
 
 class Deleted(Body, frozen=True):
-    count: int
-    finished: int
-    status: int
+    count: Count
+    finished: Count
+    status: Code
 
 
 class Table(Body, frozen=True):
@@ -369,7 +374,7 @@ class SnapshotAck(Body, frozen=True):
     bucket: Bucket
     nonce: int
     seq: int
-    status: int
+    status: Code
     dropped: int = 0
     """Objects that found no room."""
 

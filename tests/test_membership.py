@@ -32,7 +32,7 @@ def s(seconds: float) -> int:
 
 def contacts(me: Member, *others: Member, **config: Any) -> Contacts:
     result = Contacts(local(**config), me)
-    result.register([me, *others], Revision(1), 0)
+    result.register([me, *others], Revision(1))
     return result
 
 
@@ -66,20 +66,20 @@ def test_times_that_leave_no_room_are_refused(changes: dict[str, float], field: 
 
 def test_heartbeats_go_to_the_registered_members_and_to_those_that_left_lately() -> None:
     a = contacts(A, B, C)
-    a.register([A, B, D], Revision(2), s(1))
+    a.register([A, B, D], Revision(2))
     assert a.peers() == {B, C, D}
 
 
 def test_a_restarted_node_replaces_its_former_life() -> None:
     a = contacts(A, B)
-    a.register([A, member("b", 2)], Revision(2), s(1))
+    a.register([A, member("b", 2)], Revision(2))
     assert a.peers() == {member("b", 2)}
 
 
 def test_an_older_revision_is_refused_and_changes_nothing() -> None:
     a = contacts(A, B)
     with pytest.raises(InvalidArgument, match="revision = 0"):
-        a.register([A], Revision(0), s(1))
+        a.register([A], Revision(0))
     assert a.beat(s(1), s(1)).revision == 1
 
 
@@ -87,7 +87,7 @@ def test_too_many_members_are_refused() -> None:
     a = contacts(A)
     crowd = [member(f"n{i}") for i in range(membership.MEMBERS_MAX)]
     with pytest.raises(InvalidArgument, match=str(membership.MEMBERS_MAX)):
-        a.register([A, *crowd], Revision(2), s(1))
+        a.register([A, *crowd], Revision(2))
     assert a.peers() == set()
 
 
@@ -96,17 +96,19 @@ def test_only_so_many_departed_members_are_remembered(monkeypatch: pytest.Monkey
     gone = [member(f"n{i}") for i in range(4)]
     a = contacts(A, *gone)
     for i in range(4):
-        a.register([A, *gone[i + 1 :]], Revision(2 + i), s(i))
-    assert a.peers() == set(gone), "none left long enough ago"
-    a.register([A, B], Revision(9), s(30))
-    assert a.peers() == {B, *gone[2:]}
+        a.register([A, *gone[i + 1 :]], Revision(2 + i))
+    for now in (100, 119):
+        a.beat(s(now), s(now))
+        assert a.peers() == set(gone), "none left long enough ago"
+    a.beat(s(120), s(120))
+    assert a.peers() == set(gone[2:])
 
 
 def test_a_node_counts_majorities_in_the_last_set_that_it_was_in() -> None:
     a = contacts(A, B)
-    a.register([B, C], Revision(2), s(1))
+    a.register([B, C], Revision(2))
     assert a.beat(s(1), s(1)).revision == 1
-    a.register([A, B, C], Revision(3), s(2))
+    a.register([A, B, C], Revision(3))
     assert a.beat(s(2), s(2)).revision == 3
 
 
@@ -308,8 +310,9 @@ def test_an_answer_to_a_heartbeat_that_was_never_sent_does_not_count() -> None:
 def test_those_that_are_forgotten_do_not_vouch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "DEPARTED_MAX", 0)
     a = contacts(A, B)
-    a.register([], Revision(2), s(70))
-    a.register([], Revision(3), s(100))
+    a.register([], Revision(2))
+    a.beat(s(70), s(100))
+    a.beat(s(100), s(100))
     assert a.peers() == set()
     a.beat(s(106), s(100))
     assert not a.may_serve(s(111), s(100))
@@ -333,7 +336,7 @@ def cluster(
             gone = True
             del nodes["c"]
             for node in nodes.values():
-                node.register([A, B], Revision(2), s(now))
+                node.register([A, B], Revision(2))
         if then and now in then:
             then[now](nodes)
         exchange(now, **{n: (node, int(now)) for n, node in nodes.items() if n not in quiet})
@@ -345,6 +348,16 @@ def test_a_member_is_lost_when_its_session_was_gone_for_twenty_seconds() -> None
     a = cluster(125)
     assert a.lost(s(120.4), {A, B, C}) == set()
     assert a.lost(s(120.5), {A, B, C}) == {C}
+
+
+def test_a_member_that_left_since_the_last_heartbeat_is_not_lost_yet() -> None:
+    def b_leaves(nodes: dict[str, Contacts]) -> None:
+        nodes["a"].register([A], Revision(3))
+
+    assert cluster(125, then={125.0: b_leaves}).lost(s(125), {B}) == set()
+    a = cluster(125)
+    a.register([A], Revision(3))
+    assert a.lost(s(160), {B}) == set()
 
 
 def test_only_owners_are_lost() -> None:
@@ -373,7 +386,7 @@ def test_a_gap_in_our_contact_starts_the_time_again() -> None:
     nodes = {"a": contacts(A, B, C), "b": contacts(B, A, C), "c": contacts(C, A, B)}
     exchange(90, **{name: (node, 90) for name, node in nodes.items()})
     for name in "ab":
-        nodes[name].register([A, B], Revision(2), s(91))
+        nodes[name].register([A, B], Revision(2))
     del nodes["c"]
     for half_seconds in range(182, 266):
         now = half_seconds / 2
@@ -385,14 +398,14 @@ def test_a_gap_in_our_contact_starts_the_time_again() -> None:
 
 def test_a_gap_in_the_revisions_forbids_to_declare_lost_what_was_lost_before() -> None:
     def read_anew(nodes: dict[str, Contacts]) -> None:
-        nodes["a"].register([A, B], Revision(9), s(110), gap=True)
+        nodes["a"].register([A, B], Revision(9), gap=True)
 
     assert cluster(150, then={110.0: read_anew}).lost(s(150), {C}) == set()
 
 
 def test_a_member_that_registers_again_is_not_lost() -> None:
     def back(nodes: dict[str, Contacts]) -> None:
-        nodes["a"].register([A, B, C], Revision(3), s(110))
+        nodes["a"].register([A, B, C], Revision(3))
 
     assert cluster(125, then={110.0: back}).lost(s(125), {C}) == set()
 
@@ -402,7 +415,7 @@ def test_members_that_joined_since_do_not_count_for_the_majority() -> None:
 
     def b_leaves_and_d_joins(nodes: dict[str, Contacts]) -> None:
         nodes["d"] = contacts(D, A)
-        nodes["a"].register([A, D], Revision(3), s(102))
+        nodes["a"].register([A, D], Revision(3))
         del nodes["b"]
 
     assert cluster(150, then={102.0: b_leaves_and_d_joins}).lost(s(150), {C}) == set()

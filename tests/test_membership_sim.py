@@ -149,7 +149,7 @@ class Node:
     def _watch(self) -> None:
         for revision, members in self.sim.etcd.log:
             if revision > self.view_revision:
-                self.contacts.register(members, Revision(revision), self.now)
+                self.contacts.register(members, Revision(revision))
         self.view_revision = self.sim.etcd.log[-1][0]
         self.table = dict(self.sim.etcd.buckets)
         self.owned = {b: rev for b, (owner, rev) in self.table.items() if owner == self.member}

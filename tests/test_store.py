@@ -757,11 +757,17 @@ def test_a_token_on_what_has_left_is_a_conflict_and_the_batch_takes_none(store: 
     with pytest.raises(Conflict, match="GONE"):
         store.acquire_batch([there, gone])
     assert there.readers == 0
-    store.acquire(there)
-    store.delete_batch([B], [b"t"], 1)
-    with pytest.raises(Conflict, match="RETIRING"):
-        store.acquire(there)
-    store.release(there)
+
+
+def test_what_has_left_but_is_being_read_may_have_more_readers(store: Store) -> None:
+    item = put_ok(store, b"k", b"bytes")
+    store.acquire(item)
+    store.delete_batch([B], [b"k"], 1)
+    store.acquire(item)
+    store.release(item)
+    assert (item.state, bytes(store.value(item))) == (State.RETIRING, b"bytes")
+    store.release(item)
+    assert item.state is State.GONE
 
 
 def test_releasing_more_than_was_acquired_raises_after_the_others_are_released(

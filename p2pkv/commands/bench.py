@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from p2pkv.commands.output import FAILED, USAGE, Failure, print_json, print_table, say, size
-from p2pkv.commands.parameters import Json, with_connection
+from p2pkv.commands.output import FAILED, print_json, print_table, say, size
+from p2pkv.commands.parameters import Json, number, whole, with_connection
 from p2pkv.config import ClientConfig, parse_size
 
 
@@ -27,11 +27,13 @@ def bench(
         str | None,
         typer.Option(metavar="SIZE,...", help="Of the values. Default: 128 B to 4 MiB."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Keys in a batch, 1 to 4096.")] = 32,
+    batch: Annotated[str, typer.Option(metavar="N", help="Keys in a batch, 1 to 4096.")] = "32",
     clients: Annotated[
         str, typer.Option(metavar="N,...", help="Client processes; each number is a run.")
     ] = "1",
-    seconds: Annotated[float, typer.Option(help="For each measurement, up to 3600.")] = 1.0,
+    seconds: Annotated[
+        str, typer.Option(metavar="SECONDS", help="For each measurement, up to 3600.")
+    ] = "1",
     as_json: Json = False,
 ) -> None:
     """Measure a running cluster; all bytes that are read are verified.
@@ -46,9 +48,9 @@ def bench(
         config,
         workloads=_split(workloads) or WORKLOADS,
         sizes=[parse_size(text, "sizes") for text in _split(sizes)] or SIZES,
-        batch=batch,
-        clients=[_number(text) for text in _split(clients)],
-        seconds=seconds,
+        batch=whole("batch", batch, 1, 4096),
+        clients=[whole("clients", text, 1, 256) for text in _split(clients)],
+        seconds=number("seconds", seconds, 0.01, 3600),
         progress=say,
     )
     shown = [_plain(row) for row in rows]
@@ -62,12 +64,6 @@ def bench(
 
 def _split(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise Failure(f"clients = {text!r}: must be whole numbers, such as 1,4", USAGE)
-    return int(text)
 
 
 def _plain(row: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ DEFAULT_ENDPOINT = "http://127.0.0.1:2379"
 def client_config(given: Mapping[str, Any]) -> ClientConfig:
     """From a command's options, the environment, a file, or a cluster that runs here.
 
-    Options for etcd put aside seeds from the environment, and the other way round.
+    Options for etcd put aside seeds from the environment, and the other way round. A given
+    timeout is one for etcd as well.
     Raises ConfigError.
     """
     flags = {
@@ -31,6 +32,8 @@ def client_config(given: Mapping[str, Any]) -> ClientConfig:
     if not _names_cluster(flags, environ) and given["config"] is None:
         cluster = flags["cluster"] or environ.get("P2PKV_CLUSTER") or "default"
         flags["etcd.endpoints"] = ",".join(local_endpoints(cluster) or [DEFAULT_ENDPOINT])
+    if flags["timeout_s"] is not None and flags["seeds"] is None:
+        flags["etcd.total_timeout_s"] = flags["timeout_s"]
     return load(ClientConfig, flags, given["config"], environ)
 
 
@@ -41,7 +44,7 @@ def _names_cluster(flags: Mapping[str, Any], environ: Mapping[str, str]) -> bool
 
 def local_endpoints(cluster: str) -> list[str]:
     """The etcd of the cluster that ``p2pkv up`` runs on this machine; empty if it runs none."""
-    from p2pkv.commands import state
+    from p2pkv.commands.state import running
 
-    running = state.running(cluster)
-    return list(running.endpoints) if running else []
+    state = running(cluster)
+    return list(state.endpoints) if state else []

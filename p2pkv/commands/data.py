@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2pkv.commands.output import FAILED, MISS, USAGE, Failure, print_json, progress, say
-from p2pkv.commands.parameters import Json, with_connection
+from p2pkv.commands.parameters import Json, number, whole, with_connection
 from p2pkv.config import ClientConfig
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Key = Annotated[str, typer.Argument(metavar="KEY", help="UTF-8, or with --hex hexadecimal.")]
 Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="One or more keys.")]
+TTL_MAX_S = 1e8
 Hex = Annotated[bool, typer.Option("--hex", help="Keys are given in hexadecimal.")]
 
 
@@ -54,7 +55,7 @@ def put(
     *,
     key: Key,
     value: Annotated[
-        str | None, typer.Argument(metavar="[VALUE]", help="Default: read from stdin.")
+        str | None, typer.Argument(metavar="VALUE", help="Default: read from stdin.")
     ] = None,
     file: Annotated[
         str | None, typer.Option("--file", metavar="PATH", help="Store this file's content.")
@@ -71,16 +72,17 @@ def put(
         bool, typer.Option("--hard-pin", help="Never evict it, within the node's quota.")
     ] = False,
     ttl: Annotated[
-        float | None, typer.Option("--ttl", metavar="SECONDS", help="Until it expires.")
+        str | None, typer.Option("--ttl", metavar="SECONDS", help="Until it expires.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Store a value: from the argument, a file, or stdin."""
+    ttl_s = None if ttl is None else number("ttl", ttl, 0.001, TTL_MAX_S)
     data = _value(value, file, config.limits.value_bytes_max)
     name = _key(key, is_hex)
     with open_client(config) as kv, progress(f"storing {len(data)} bytes"):
         copies = kv.put(name, data, if_absent=if_absent, write_once=write_once,
-                        soft_pin=soft_pin, hard_pin=hard_pin, ttl=ttl)  # fmt: skip
+                        soft_pin=soft_pin, hard_pin=hard_pin, ttl=ttl_s)  # fmt: skip
     if as_json:
         print_json({**_names(name), "bytes": len(data), "copies": copies})
     elif not copies:
@@ -166,7 +168,7 @@ def exists(config: ClientConfig, *, keys: Keys, is_hex: Hex = False, as_json: Js
 def delete(
     config: ClientConfig,
     *,
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]")] = None,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="KEY...")] = None,
     prefix: Annotated[
         str | None, typer.Option("--prefix", help="Instead of keys: all that begin so.")
     ] = None,
@@ -207,7 +209,7 @@ def scan(
     *,
     prefix: Annotated[str, typer.Option("--prefix", help="Only keys that begin so.")] = "",
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="N", help="Stop after so many.")
+        str | None, typer.Option("--limit", metavar="N", help="Stop after so many.")
     ] = None,
     values: Annotated[bool, typer.Option("--values", help="With --json: the values too.")] = False,
     is_hex: Hex = False,
@@ -220,14 +222,15 @@ def scan(
     """
     if values and not as_json:
         raise Failure("--values: needs --json", USAGE)
+    count = None if limit is None else whole("limit", limit, 1, 1 << 40)
     start = _key(prefix, is_hex)
     with open_client(config) as kv:
         if values:
-            for key, value in islice(kv.scan(start), limit):
+            for key, value in islice(kv.scan(start), count):
                 text = base64.b64encode(value).decode()
                 print_json({**_names(key), "bytes": len(value), "value_base64": text})
             return
-        for key, size in islice(kv.scan_keys(start), limit):
+        for key, size in islice(kv.scan_keys(start), count):
             if as_json:
                 print_json({**_names(key), "bytes": size})
             else:

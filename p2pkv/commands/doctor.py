@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import platform
-import resource
-import time
-from collections.abc import Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
-from p2pkv.commands.output import FAILED, Failure, print_json, print_table, progress, size
+from p2pkv.commands.output import FAILED, print_json, print_table, progress
 from p2pkv.commands.parameters import Json, with_connection
-from p2pkv.config import ClientConfig, EtcdConfig
-from p2pkv.errors import P2PKVError
+from p2pkv.config import ClientConfig, parse_size
 
 if TYPE_CHECKING:
-    from p2pkv.commands.survey import Buckets, Said
-
-ETCD_RECOMMENDED = (3, 6, 14)
-ETCD_LOSES_DATA = ((3, 5, 0), (3, 5, 2))
-FILES_NEEDED = 8192
-LIBRARIES = ("pyzmq", "msgspec", "grpcio", "protobuf", "xxhash", "typer", "rich")
-SHM = "/dev/shm"
-
-
-class Check(msgspec.Struct, frozen=True):
-    """One thing that was looked at. ``state``: ok, note (works, could be better) or failed."""
-
-    check: str
-    state: str
-    found: str
-    remedy: str = ""
+    from p2pkv.commands.checks import Check
 
 
 @with_connection
@@ -52,11 +28,11 @@ def doctor(
     With --json: {"checks": [{"check", "state", "found", "remedy"}], "failed"}. A state is "ok",
     "note" (it works, and could be better) or "failed". Exit code 1 if anything failed.
     """
-    from p2pkv.config import parse_size
+    from p2pkv.commands import checks as look
 
     memory_bytes = parse_size(memory, "memory")
     with progress("checking"):
-        checks = [*machine(memory_bytes), *cluster(config)]
+        checks = [*look.machine(memory_bytes), *look.cluster(config)]
     failed = sum(check.state == "failed" for check in checks)
     if as_json:
         print_json({"checks": checks, "failed": failed})
@@ -71,180 +47,3 @@ def _print_checks(checks: list[Check]) -> None:
     for check in checks:
         if check.remedy:
             print(f"{check.check}: {check.remedy}")
-
-
-# -- this machine ---------------------------------------------------------------------------------
-
-
-def machine(memory_bytes: int) -> Iterator[Check]:
-    """What can be told without a cluster."""
-    yield _python()
-    for library in LIBRARIES:
-        yield _library(library)
-    yield _uvloop()
-    yield _shared_memory(memory_bytes)
-    yield _locked_memory(memory_bytes)
-    yield _huge_pages()
-    yield _open_files()
-
-
-def _python() -> Check:
-    found = f"{platform.python_implementation()} {platform.python_version()}"
-    if platform.python_implementation() == "CPython":
-        return Check("python", "ok", found)
-    return Check("python", "note", found, "CPython is what p2pkv is tested with")
-
-
-def _library(name: str) -> Check:
-    try:
-        found = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return Check(name, "failed", "missing", f"pip install {name}")
-    if name == "pyzmq":
-        import zmq
-
-        found += f" (libzmq {zmq.zmq_version()})"
-    return Check(name, "ok", found)
-
-
-def _uvloop() -> Check:
-    try:
-        return Check("uvloop", "ok", metadata.version("uvloop"))
-    except metadata.PackageNotFoundError:
-        remedy = "pip install uvloop: a node answers faster with it than with asyncio's own loop"
-        return Check("uvloop", "note", "missing", remedy)
-
-
-def _shared_memory(memory_bytes: int) -> Check:
-    figures = os.statvfs(SHM)
-    free = figures.f_bavail * figures.f_frsize
-    found = f"{size(free)} free of {size(figures.f_blocks * figures.f_frsize)}"
-    if free >= memory_bytes:
-        return Check(SHM, "ok", found)
-    remedy = (
-        f"a node with memory_limit_bytes = {size(memory_bytes)} does not fit: lower it, or "
-        f"`mount -o remount,size={memory_bytes * 5 // 4} {SHM}` (containers: --shm-size)"
-    )
-    return Check(SHM, "failed", found, remedy)
-
-
-def _locked_memory(memory_bytes: int) -> Check:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or limit >= memory_bytes:
-        return Check("locked memory", "ok", _limit(limit))
-    remedy = (
-        "only registering memory with an RDMA device needs more: `ulimit -l unlimited`, or "
-        "LimitMEMLOCK=infinity in the systemd unit"
-    )
-    return Check("locked memory", "note", _limit(limit), remedy)
-
-
-def _limit(number: int) -> str:
-    return "unlimited" if number == resource.RLIM_INFINITY else size(number)
-
-
-def _huge_pages() -> Check:
-    from p2pkv.arena import THP_SWITCH, huge_pages_enabled
-
-    if huge_pages_enabled():
-        return Check("huge pages", "ok", "available to shared memory")
-    remedy = f"to use huge_pages = true: `echo advise > {THP_SWITCH}`"
-    return Check("huge pages", "note", "off for shared memory", remedy)
-
-
-def _open_files() -> Check:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = str(limit) if limit != resource.RLIM_INFINITY else "unlimited"
-    if limit == resource.RLIM_INFINITY or limit >= FILES_NEEDED:
-        return Check("open files", "ok", found)
-    remedy = (
-        f"each session takes a socket: `ulimit -n {FILES_NEEDED}` or LimitNOFILE={FILES_NEEDED} "
-        "for the default sessions_max"
-    )
-    return Check("open files", "note", found, remedy)
-
-
-# -- the cluster ----------------------------------------------------------------------------------
-
-
-def cluster(config: ClientConfig) -> Iterator[Check]:
-    """etcd and the nodes, as far as they can be reached."""
-    if config.etcd is not None:
-        for endpoint in config.etcd.endpoints:
-            yield asyncio.run(_etcd(config.etcd, endpoint))
-    yield from _nodes(config)
-
-
-async def _etcd(config: EtcdConfig, endpoint: str) -> Check:
-    from p2pkv.etcd import EtcdClient
-
-    name = f"etcd {endpoint}"
-    try:
-        async with EtcdClient(msgspec.structs.replace(config, endpoints=(endpoint,))) as client:
-            await client.status()
-            started = time.perf_counter()
-            version = (await client.status()).version
-    except P2PKVError as e:
-        return Check(name, "failed", str(e), "start etcd, or correct --etcd-endpoints")
-    found = f"version {version}, {(time.perf_counter() - started) * 1e3:.1f} ms"
-    remedy = etcd_advice(version)
-    return Check(name, "note" if remedy else "ok", found, remedy)
-
-
-def etcd_advice(version: str) -> str:
-    """What to do about an etcd of this version; empty if nothing."""
-    try:
-        numbers = tuple(int(part) for part in version.split("-")[0].split("."))
-    except ValueError:
-        return "the version is not known here; 3.6.14 or later is recommended"
-    if ETCD_LOSES_DATA[0] <= numbers <= ETCD_LOSES_DATA[1]:
-        return "3.5.0 to 3.5.2 can corrupt their data when killed: use 3.6.14 or later"
-    if numbers < ETCD_RECOMMENDED:
-        return (
-            "3.6.14 or later is recommended: before 3.6.9, 3.5.28 and 3.4.42 a paused member can "
-            "answer a read from the past (etcd issue 20418)"
-        )
-    return ""
-
-
-def _nodes(config: ClientConfig) -> Iterator[Check]:
-    from p2pkv.commands import survey
-
-    try:
-        view = survey.read_view(config) if config.etcd is not None else None
-    except (Failure, P2PKVError) as e:
-        yield Check("nodes", "failed", str(e), "start nodes (`p2pkv node`, or `p2pkv up` to try)")
-        return
-    places = survey.control_endpoints(view) if view else {e: e for e in config.seeds}
-    said = survey.ask_nodes(config, list(places.values()))
-    if not places:
-        yield Check("nodes", "failed", "none is registered", "start some with `p2pkv node`")
-    for who, place in places.items():
-        yield _node(str(who), place, said[place])
-    if view is not None:
-        yield _ring(survey.count_buckets(view))
-
-
-def _node(who: str, place: str, said: Said) -> Check:
-    name = f"node {said.stats.member if said.stats else who}"
-    if said.stats is None:
-        remedy = "is the process there, and does a firewall let this machine reach the address?"
-        return Check(name, "failed", f"{place}: {said.reason}", remedy)
-    found = f"{place}, {said.round_trip_us / 1e3:.1f} ms"
-    if said.stats.labels.get("serving") != "true":
-        return Check(name, "failed", f"{found}, not serving", "it has lost etcd: see its log")
-    return Check(name, "ok", found)
-
-
-def _ring(buckets: Buckets) -> Check:
-    found = (
-        f"{buckets.total} buckets, {buckets.moving} moving, {buckets.without_owner} without "
-        f"owner, {buckets.lost_owner} whose owner is gone"
-    )
-    if not buckets.without_owner + buckets.lost_owner:
-        return Check("ring", "ok", found)
-    remedy = (
-        "nodes that are gone are replaced by themselves after reset_after_s; `p2pkv forget NODE` "
-        "says that one never comes back"
-    )
-    return Check("ring", "failed", found, remedy)

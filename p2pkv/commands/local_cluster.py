@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -10,13 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from p2pkv.commands import state
 from p2pkv.commands.output import UNREACHABLE, Failure
 from p2pkv.config import EtcdConfig
-from p2pkv.etcd_server import EtcdCluster, EtcdServer
-from p2pkv.records import View
-from p2pkv.types import Member
+
+if TYPE_CHECKING:
+    from p2pkv.etcd_server import EtcdCluster, EtcdServer
+    from p2pkv.records import View
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -48,8 +49,18 @@ class NodeProcess:
     def running(self) -> bool:
         return self.process.poll() is None
 
-    def log_tail(self) -> str:
-        return tail(self.log)
+    @property
+    def failed(self) -> bool:
+        """Whether it ended, and not because it was asked to."""
+        return self.process.poll() not in (None, 0)
+
+    def obituary(self) -> str:
+        """How it ended."""
+        code = self.process.returncode
+        if code == 0:
+            return f"node {self.node_id} has left, as it was asked to"
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        return f"node {self.node_id} has ended ({how}); the end of {self.log}:\n{tail(self.log)}"
 
 
 class LocalCluster:
@@ -59,11 +70,17 @@ class LocalCluster:
     """
 
     def __init__(
-        self, cluster: str, nodes: int, memory_bytes: int, endpoints: tuple[str, ...] = ()
+        self,
+        cluster: str,
+        nodes: int,
+        memory_bytes: int,
+        bucket_count: int,
+        endpoints: tuple[str, ...] = (),
     ) -> None:
         self.cluster = cluster
         self.count = nodes
         self.memory_bytes = memory_bytes
+        self.bucket_count = bucket_count
         self.endpoints = endpoints
         self.nodes: list[NodeProcess] = []
         self._etcd: EtcdCluster | None = None
@@ -75,8 +92,10 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start all processes; does not wait for the nodes. Raises AuthorityUnavailable."""
+        from p2pkv.etcd_server import EtcdCluster
+
         if self.endpoints:
-            asyncio.run(self._view())
+            self._view()
         else:
             self._etcd = EtcdCluster(1)
             self._save(False)
@@ -86,6 +105,7 @@ class LocalCluster:
             "--cluster": self.cluster,
             "--etcd-endpoints": ",".join(self.endpoints),
             "--memory-limit-bytes": str(self.memory_bytes),
+            "--bucket-count": str(self.bucket_count),
         }
         directory = state.directory(self.cluster)
         for number in range(1, self.count + 1):
@@ -99,7 +119,7 @@ class LocalCluster:
         while not stopped():
             for sentence in self.deaths():
                 raise Failure(sentence)
-            view = asyncio.run(self._view())
+            view = self._view()
             waiting = self.missing(view)
             if not waiting:
                 self._save(True)
@@ -110,18 +130,22 @@ class LocalCluster:
             time.sleep(0.1)
         return False
 
-    async def _view(self) -> View:
+    def _view(self) -> View:
+        import asyncio
+
         from p2pkv.authority import discover
 
-        return await discover(EtcdConfig(endpoints=self.endpoints), self.cluster)
+        return asyncio.run(discover(EtcdConfig(endpoints=self.endpoints), self.cluster))
 
     def missing(self, view: View) -> str:
         """What still has to happen until the ring is complete; empty if nothing."""
+        from p2pkv.planner import registered
+
         absent = [n.node_id for n in self.nodes if n.node_id not in view.nodes]
         if absent:
             return f"waiting for {', '.join(absent)} to register"
         total = view.meta.bucket_count if view.meta else 0
-        alive = {Member(n, r.boot) for n, r in view.nodes.items()}
+        alive = registered(view)
         settled = sum(
             v.record.primary in alive and v.record.assigned[:1] == (v.record.primary.node,)
             for v in view.buckets.values()
@@ -143,10 +167,12 @@ class LocalCluster:
         for node in self.nodes:
             if not node.running and not node.reported:
                 node.reported = True
-                yield (
-                    f"node {node.node_id} has ended ({_ending(node.process.returncode)}); "
-                    f"the end of {node.log}:\n{node.log_tail()}"
-                )
+                yield node.obituary()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any process ended without being asked to."""
+        return self._etcd_reported or any(n.failed for n in self.nodes)
 
     @property
     def anything_left(self) -> bool:
@@ -185,9 +211,3 @@ def tail(path: Path) -> str:
         return path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
     except OSError:
         return ""
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    return f"signal {signal.Signals(-code).name}"

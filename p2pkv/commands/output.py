@@ -81,7 +81,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 print_json({"error": kind, "message": str(e), "exit_code": code})
             raise typer.Exit(code) from None
 
-    signature = inspect.signature(function)
+    signature = inspect.signature(function, eval_str=True)
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run
 

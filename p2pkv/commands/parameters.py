@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
+
+from p2pkv.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 LocalName = Annotated[
@@ -51,6 +54,28 @@ def option(name: str, kind: Any, *flags: str, **more: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
+
+
+# -- numbers, read here so that a refusal shows field, value and range -----------------------------
+
+
+def number(field: str, text: str, low: float, high: float) -> float:
+    """A number from ``low`` to ``high``. Raises ConfigError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise ConfigError(f"{field} = {text!r}: must be a number from {low:g} to {high:g}")
+    return value
+
+
+def whole(field: str, text: str, low: int, high: int) -> int:
+    """A whole number from ``low`` to ``high``. Raises ConfigError."""
+    value = int(text) if text.isdecimal() and len(text) < 20 else low - 1
+    if not low <= value <= high:
+        raise ConfigError(f"{field} = {text!r}: must be a whole number from {low} to {high}")
+    return value
 
 
 # -- the connection of a client command -----------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,8 +83,13 @@ def _node(who: str, place: str, said: Said, view: View | None) -> dict[str, Any]
         "host": labels.get("host", record.host if record else None),
         "zone": labels.get("zone", record.zone if record else None),
         "version": labels.get("version"),
-        **{name: figures.get(name) for name in _FIGURES},
+        **{name: _plain(name, figures.get(name)) for name in _FIGURES},
     }
+
+
+def _plain(name: str, value: float | None) -> float | int | None:
+    """Counts are whole numbers; seconds are not."""
+    return value if value is None or name.endswith("_s") else int(value)
 
 
 _COLUMNS = ("member", "endpoint", "state", "buckets>", "objects>", "memory>", "hits>", "misses>",
@@ -225,7 +229,7 @@ def forget(
         if node in view.nodes:
             say(f"WARNING: {node!r} is registered at this moment, so it seems to be alive.")
         _confirm(f"Forget {node!r}?")
-    boot = asyncio.run(_forget(config, node))
+    boot = _forget(config, node)
     if as_json:
         print_json({"node": node, "boot": boot, "buckets": owned})
     else:
@@ -239,10 +243,15 @@ def _confirm(question: str) -> None:
         raise Failure("nothing was changed", FAILED)
 
 
-async def _forget(config: ClientConfig, node: str) -> int:
+def _forget(config: ClientConfig, node: str) -> int:
+    import asyncio
+
     from p2pkv.authority import EtcdAuthority
     from p2pkv.types import NodeId
 
-    assert config.etcd is not None
-    async with EtcdAuthority(config.etcd, config.cluster) as authority:
-        return await authority.forget(NodeId(node))
+    async def forget() -> int:
+        assert config.etcd is not None
+        async with EtcdAuthority(config.etcd, config.cluster) as authority:
+            return await authority.forget(NodeId(node))
+
+    return asyncio.run(forget())

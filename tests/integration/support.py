@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import zmq
 
-from p2pkv import AsyncClient, Client, Node, wire
+from p2pkv import AsyncClient, Client, ClientConfig, Node, wire
 from p2pkv.testing.cluster import Cluster, wait_for
 from p2pkv.transport import receive_frames
 from p2pkv.wire import Kind
@@ -62,18 +62,27 @@ KINDS = ["Client", "AsyncClient"]
 
 
 @contextmanager
-def client_of(kind: str, cluster: Cluster, **changes: Any) -> Iterator[Any]:
-    """A client of this kind, with calls that block."""
+def client_of(
+    kind: str, cluster: Cluster, near_cache_bytes: int = 0, **changes: Any
+) -> Iterator[Any]:
+    """A client of this kind, with calls that block; ``changes`` are fields of ClientConfig."""
+    with configured(kind, cluster.client_config(**changes), near_cache_bytes) as kv:
+        yield kv
+
+
+@contextmanager
+def configured(kind: str, config: ClientConfig, near_cache_bytes: int = 0) -> Iterator[Any]:
+    """The same, with this configuration."""
     if kind == "Client":
-        with cluster.client(**changes) as kv:
+        with Client.from_config(config, near_cache_bytes=near_cache_bytes) as kv:
             yield kv
         return
     loop = LoopThread()
-    kv = cluster.async_client(**changes)
+    asynchronous = AsyncClient.from_config(config, near_cache_bytes=near_cache_bytes)
     try:
-        yield Blocking(kv, loop)
+        yield Blocking(asynchronous, loop)
     finally:
-        loop.run(kv.close())
+        loop.run(asynchronous.close())
         loop.close()
 
 
@@ -184,6 +193,8 @@ class Traffic:
     """
 
     def __init__(self, cluster: Cluster, seed: int, *, keys: int = 200, timeout: float = 20.0) -> None:
+        self.endpoints = [r.control[0] for r in cluster.view().nodes.values()]
+        """Of the nodes that were there at the start, for clients that cannot ask etcd."""
         self._stopped = threading.Event()
         self._loop = LoopThread()
         self._clients = [cluster.client(timeout=timeout), cluster.async_client(timeout=timeout)]

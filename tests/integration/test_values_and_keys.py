@@ -20,7 +20,7 @@ MiB, GiB = 1 << 20, 1 << 30
 
 @pytest.fixture(scope="module")
 def cluster(etcd: EtcdCluster) -> Iterator[Cluster]:
-    with Cluster(2, etcd=etcd, memory_limit_bytes=256 * MiB) as cluster:
+    with Cluster(2, etcd=etcd, memory_limit_bytes=512 * MiB) as cluster:
         yield cluster
 
 
@@ -295,7 +295,7 @@ async def test_an_asyncio_client_with_small_limits(small: Cluster) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_node_refuses_what_a_client_with_larger_limits_sends(small: Cluster, kind: str) -> None:
     """Soon and by name, not by trying until the deadline."""
-    with client_of(kind, small, timeout=30.0) as kv:
+    with client_of(kind, small, timeout_s=30.0) as kv:
         kv.put("there", b"1")
         with pytest.raises(ProtocolError, match="17 bytes, limit 16"):
             kv.put("k" * 17, b"")

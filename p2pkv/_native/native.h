@@ -1,0 +1,39 @@
+#ifndef P2PKV_NATIVE_H
+#define P2PKV_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/uio.h>
+
+#include "api.h"
+
+/* Pieces of memory taken as one run of bytes. */
+struct p2pkv_pieces {
+    size_t count;
+    uint64_t bytes;
+    void *owner; /* what keeps the memory in place, for python_pieces.c */
+    const struct iovec *iov;
+};
+
+/* A place in the run: `offset` bytes into piece `index`. */
+struct p2pkv_cursor {
+    size_t index;
+    size_t offset;
+};
+
+/* Moves on by `n` bytes, past pieces of no length; stops at the end. */
+static inline void p2pkv_advance(const struct p2pkv_pieces *pieces, struct p2pkv_cursor *at,
+                                 uint64_t n) {
+    while (at->index < pieces->count) {
+        size_t rest = pieces->iov[at->index].iov_len - at->offset;
+        if (n < rest) {
+            at->offset += (size_t)n;
+            return;
+        }
+        n -= rest;
+        at->index++;
+        at->offset = 0;
+    }
+}
+
+#endif

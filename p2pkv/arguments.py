@@ -1,0 +1,139 @@
+"""Checking arguments and turning them into bytes, before anything is sent. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from p2pkv.config import Limits
+from p2pkv.errors import InvalidArgument, TooLarge
+
+Key = str | bytes
+
+TIMEOUT_S_MAX = 1e6
+TTL_S_MAX = 1e9
+
+_BYTES_ONLY = {bytes}
+
+
+def encode_key(key: Key, limits: Limits) -> bytes:
+    """The bytes of a key. Raises InvalidArgument, TooLarge."""
+    if type(key) is not bytes:
+        key = _encoded(key, "key")
+    if not 0 < len(key) <= limits.key_bytes_max:
+        raise _key_length(key, limits)
+    return key
+
+
+def encode_keys(keys: Iterable[Key], limits: Limits) -> list[bytes]:
+    """The bytes of many keys. Raises InvalidArgument, TooLarge."""
+    if isinstance(keys, (str, bytes, bytearray, memoryview)):
+        raise InvalidArgument("keys: must be a sequence of keys, not one key")
+    try:
+        encoded = [key.encode() if key.__class__ is str else key for key in keys]
+    except TypeError:
+        raise InvalidArgument(f"keys: must be iterable, not {type(keys).__name__}") from None
+    except UnicodeEncodeError as e:
+        raise InvalidArgument(f"key: is not valid Unicode: {e}") from None
+    if encoded and (
+        set(map(type, encoded)) != _BYTES_ONLY
+        or not all(encoded)
+        or max(map(len, encoded)) > limits.key_bytes_max
+    ):
+        return [encode_key(key, limits) for key in encoded]
+    return encoded  # type: ignore[return-value]
+
+
+def encode_prefix(prefix: Key, limits: Limits) -> bytes:
+    """The bytes of a prefix, which may be empty. Raises InvalidArgument, TooLarge."""
+    data = _encoded(prefix, "prefix")
+    if len(data) > limits.key_bytes_max:
+        raise TooLarge(f"prefix: {len(data)} bytes, limit key_bytes_max = {limits.key_bytes_max}")
+    return data
+
+
+def _encoded(text: Any, name: str) -> bytes:
+    if isinstance(text, str):
+        try:
+            return text.encode()
+        except UnicodeEncodeError as e:
+            raise InvalidArgument(f"{name}: is not valid Unicode: {e}") from None
+    if isinstance(text, (bytes, bytearray, memoryview)):
+        return bytes(text)
+    raise InvalidArgument(f"{name}: must be str or bytes, not {type(text).__name__}")
+
+
+def _key_length(key: bytes, limits: Limits) -> InvalidArgument:
+    if not key:
+        return InvalidArgument(
+            f"key: is empty; it must have 1 to key_bytes_max = {limits.key_bytes_max} bytes"
+        )
+    return TooLarge(f"key: {len(key)} bytes, limit key_bytes_max = {limits.key_bytes_max}")
+
+
+def pairs_of(items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    """Keys and values of a mapping or of pairs. Raises InvalidArgument."""
+    if isinstance(items, Mapping):
+        return list(items), list(items.values())
+    try:
+        pairs = list(items)
+        return [key for key, _ in pairs], [value for _, value in pairs]
+    except (TypeError, ValueError):
+        raise InvalidArgument("items: must be a mapping, or pairs of key and value") from None
+
+
+def view_of(value: Any, name: str = "value") -> memoryview:
+    """The bytes of any contiguous buffer. Raises InvalidArgument."""
+    try:
+        view = memoryview(value)
+    except TypeError:
+        raise InvalidArgument(
+            f"{name}: must offer its bytes as a buffer, not {type(value).__name__}"
+        ) from None
+    if not view.c_contiguous:
+        raise InvalidArgument(f"{name}: must be contiguous (C order)")
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def encode_value(value: Any, limits: Limits) -> memoryview:
+    """The bytes of a value. Raises InvalidArgument, TooLarge."""
+    if isinstance(value, str):
+        raise InvalidArgument("value: must be bytes or a buffer, not str; encode it first")
+    view = view_of(value)
+    if view.nbytes > limits.value_bytes_max:
+        raise TooLarge(
+            f"value: {view.nbytes} bytes, limit value_bytes_max = {limits.value_bytes_max}"
+        )
+    return view
+
+
+def writable(buffer: Any) -> memoryview:
+    """The bytes of a buffer that a value can be copied into. Raises InvalidArgument."""
+    view = view_of(buffer, "buffer")
+    if view.readonly and view.nbytes:
+        raise InvalidArgument("buffer: must be writable")
+    return view
+
+
+def milliseconds(name: str, seconds: float) -> int:
+    """A time to live in whole milliseconds, 1 at least. Raises InvalidArgument."""
+    return max(1, round(_within(name, seconds, TTL_S_MAX) * 1000))
+
+
+def nanoseconds(name: str, seconds: float) -> int:
+    """A timeout in nanoseconds. Raises InvalidArgument."""
+    return round(_within(name, seconds, TIMEOUT_S_MAX) * 1_000_000_000)
+
+
+def _within(name: str, seconds: float, bound: float) -> float:
+    try:
+        fits = 0 < seconds < bound
+    except TypeError:
+        fits = False
+    if not fits:
+        raise InvalidArgument(
+            f"{name} = {seconds!r}: must be more than 0 and less than {bound:.0e} seconds"
+        )
+    return seconds
