@@ -27,6 +27,7 @@ BULK_BYTES: Final = 256 << 10
 """From this size on a write lets other threads run: below, handing over the GIL costs more."""
 
 _NAME = re.compile(r"p2pkv-[A-Za-z0-9._-]*-(\d+)-(\d+)-\d+")
+PROOF_BYTES = 16
 _HINT = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
 _numbers = itertools.count()
@@ -39,7 +40,10 @@ class Arena:
         self._mapping = mapping
         self._fd = fd
         self.path = path
+        self.proof = os.urandom(PROOF_BYTES)
+        """Stands in the file behind the memory: who reads it there has the same file before him."""
         self.size = len(mapping)
+        os.pwrite(fd, self.proof, self.size)
         self.view = memoryview(mapping)
         self.address = _address(self.view)
         """Where byte 0 is mapped in this process. Not to be used after ``close``."""

@@ -94,7 +94,7 @@ def view_of(value: Any, name: str = "value") -> memoryview:
         raise InvalidArgument(f"{name}: must be contiguous (C order)")
     if view.format == "B" and view.ndim == 1:
         return view
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def encode_value(value: Any, limits: Limits) -> memoryview:
@@ -112,7 +112,7 @@ def encode_value(value: Any, limits: Limits) -> memoryview:
 def writable(buffer: Any) -> memoryview:
     """The bytes of a buffer that a value can be copied into. Raises InvalidArgument."""
     view = view_of(buffer, "buffer")
-    if view.readonly and view.nbytes:
+    if view.readonly:
         raise InvalidArgument("buffer: must be writable")
     return view
 

@@ -104,9 +104,11 @@ class _PeerLink:
             lost = str(e)
         if lost is not None:
             self.lose(lost)
+        sent = False
         while self.backlog and self._send(self.backlog[0]):
             self.backlog.popleft()
-        return False
+            sent = True
+        return sent
 
     def _take(self, request_id: int, reply: Reply) -> None:
         if reply.kind == Kind.ERROR:
@@ -138,8 +140,9 @@ class _PeerLink:
         """An exchange ended without its answers. Its payload may still be queued in the socket."""
         left = [i for i, (e, _) in self.waiting.items() if e is exchange]
         payload = any(exchange.requests[self.waiting[i][1]].payload for i in left)
+        silence = self.link.silence()
         for i in left:
-            del self.waiting[i]
+            exchange.answer(self.waiting.pop(i)[1], silence)
         self.backlog = deque(entry for entry in self.backlog if entry[0] is not exchange)
         if payload:
             self.lose("a request with a payload ended early")
@@ -177,6 +180,7 @@ class AsyncDriver:
         self._member = member
         self._local = local
         self._find = find
+        self._finding: asyncio.Task[list[str]] | None = None
         self._peers: dict[Peer, _PeerLink] = {}
         self._pid = os.getpid()
         self.closed = False
@@ -208,7 +212,11 @@ class AsyncDriver:
         left = max((deadline_ns - time.monotonic_ns()) / 1e9, 0.01)
         if self._find is not None:
             return self._find(left)
-        return await discovery.find(self._config, left)
+        if self._finding is None or self._finding.done():  # one search serves all calls
+            self._finding = asyncio.create_task(discovery.find(self._config, left))
+        finding = self._finding
+        done, _ = await asyncio.wait({finding}, timeout=left)
+        return list(finding.result()) if done and not finding.cancelled() else []
 
     async def exchange(self, requests: Sequence[Request], deadline_ns: int) -> list[Answer]:
         """Send all requests, credit permitting, and wait for the answers. Raises ClosedClient."""
@@ -287,6 +295,8 @@ class AsyncDriver:
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
+        if self._finding is not None:
+            self._finding.cancel()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from p2pkv import wire
 from p2pkv.errors import ProtocolError, TooLarge
@@ -12,6 +12,8 @@ from p2pkv.outcomes import name_of
 from p2pkv.routing import Reply, Request
 from p2pkv.types import Member
 from p2pkv.wire import Kind, PutOptions, Status
+
+T = TypeVar("T")
 
 Copy = Callable[[memoryview, memoryview], None]
 """Copies source into destination of the same length (arguments: destination, source)."""
@@ -59,25 +61,53 @@ class GetBatch(Keyed):
         self.once: list[int] = []
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
-        return Request(to, Kind.GET, wire.Get(self.keys_of(items), self.tell_once))
+        request = Request(to, Kind.GET, wire.Get(self.keys_of(items), self.tell_once))
+        if self.buffers is not None:
+            request.sink = lambda body: self._targets(items, body)
+        return request
+
+    def _targets(self, items: Sequence[int], body: wire.Values) -> list[memoryview]:
+        """Where the values of an answer go; those that find no room go nowhere."""
+        _check_number("values", len(body.sizes), len(items))
+        buffers = self.buffers or ()
+        return [
+            buffers[i][:size] if size <= len(buffers[i]) else memoryview(bytearray(size))
+            for i, size in zip(items, body.sizes, strict=True)
+        ]
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Values = expect(reply, Kind.VALUES)
         _check_number("values", len(body.sizes), len(items))
-        views = wire.placed(reply.frames, body.sizes, body.starts)
-        done, statuses = items, body.statuses
-        if statuses:
-            _check_number("statuses", len(statuses), len(items))
-            done = [i for i, status in zip(items, statuses, strict=True) if not status]
-            views = [v for v, status in zip(views, statuses, strict=True) if not status]
-        if self.buffers is None:
-            self.put_results(done, [bytes(view) for view in views])
+        if body.statuses:
+            _check_number("statuses", len(body.statuses), len(items))
+        done = items
+        if body.statuses:
+            done = [i for i, status in zip(items, body.statuses, strict=True) if not status]
+        if reply.delivered:
+            self._take_sizes(done, _where_ok(body.sizes, body.statuses))
+        elif reply.values is not None:
+            self.put_results(done, _where_ok(reply.values, body.statuses))
         else:
-            self._take_into(done, views, self.buffers)
+            views = wire.placed(reply.frames, body.sizes, body.starts)
+            self._take_views(done, _where_ok(views, body.statuses))
         if body.once:
             _check_number("marks", len(body.once), len(items))
             self.once += [i for i, once in zip(items, body.once, strict=True) if once]
-        return statuses
+        return body.statuses
+
+    def _take_views(self, items: Sequence[int], views: Sequence[memoryview]) -> None:
+        if self.buffers is None:
+            self.put_results(items, [bytes(view) for view in views])
+        else:
+            self._take_into(items, views, self.buffers)
+
+    def _take_sizes(self, items: Sequence[int], sizes: Sequence[int]) -> None:
+        buffers = self.buffers or ()
+        fits = [
+            size if size <= len(buffers[i]) else no_room(self.keys[i], size, len(buffers[i]))
+            for i, size in zip(items, sizes, strict=True)
+        ]
+        self.put_results(items, fits)
 
     def _take_into(
         self, items: Sequence[int], views: Sequence[memoryview], buffers: Sequence[memoryview]
@@ -96,6 +126,12 @@ class GetBatch(Keyed):
             self.large.append(item)
         elif status != Status.MISS:
             super().settle(item, status)
+
+
+def _where_ok(values: Sequence[T], statuses: bytes) -> list[T]:
+    if not statuses:
+        return list(values)
+    return [v for v, status in zip(values, statuses, strict=True) if not status]
 
 
 def no_room(key: bytes, size: int, room: int) -> TooLarge:

@@ -22,6 +22,7 @@ from zmq.backend import zmq_poll
 from p2pkv import clock, discovery, wire
 from p2pkv.buffers import copy
 from p2pkv.config import ClientConfig, EtcdConfig, build
+from p2pkv.data_path import DataExchange, DataPath
 from p2pkv.errors import (
     ClosedClient,
     ConfigError,
@@ -53,6 +54,8 @@ T = TypeVar("T")
 SPIN_NS = 100_000
 SPIN_RETRY = 64
 QUICK_MS = 20
+NO_DATA_S = 5.0
+"""After a data connection could not be made, so long everything goes over ZeroMQ."""
 """How long a single request waits before the peer's connection is looked at, too."""
 
 
@@ -125,11 +128,68 @@ class Channel:
         self._session = ClientSession(client_id)
         self._ring_session = ClientSession(client_id)
         self._links: dict[Peer, Link] = {}
+        self._data: dict[Peer, DataPath] = {}
+        self._no_data_before: dict[Peer, float] = {}
         self._calls = 0
         self._spin_pays = True
 
     def exchange(self, requests: Sequence[Request], deadline_ns: int) -> list[Answer]:
         """Send all requests, credit permitting, and wait for the answers."""
+        paths = self._paths(requests)
+        if paths is not None:
+            answers = self._exchange_data(requests, paths, deadline_ns)
+            if answers is not None:
+                return answers
+        return self._exchange_control(requests, deadline_ns)
+
+    def _exchange_data(
+        self, requests: Sequence[Request], paths: Sequence[DataPath], deadline_ns: int
+    ) -> list[Answer] | None:
+        """Over data connections. None: a node has forgotten the session, so nothing was done."""
+        exchange = DataExchange(requests, paths)
+        answers = exchange.run(deadline_ns)
+        for peer, path in list(self._data.items()):
+            if path in exchange.broken or path in exchange.forgotten:
+                del self._data[peer]
+                path.close()
+                if path in exchange.forgotten or not path.proven:
+                    self._renew(peer)
+        return None if exchange.forgotten and len(paths) == 1 else answers
+
+    def _renew(self, peer: Peer) -> None:
+        """The data connection's token is not accepted: begin the session again."""
+        link = self._links.get(peer)
+        if link is not None and not link.closed:
+            link.welcome = None
+            link.greet()
+
+    def _paths(self, requests: Sequence[Request]) -> list[DataPath] | None:
+        """The data path of each request, if all have one."""
+        paths: list[DataPath] = []
+        for request in requests:
+            path = self._data.get(request.to) or self._connect(request.to)
+            if path is None:
+                return None
+            paths.append(path)
+        return paths
+
+    def _connect(self, peer: Peer) -> DataPath | None:
+        """The data path to a peer that has welcomed us."""
+        link = self._links.get(peer)
+        if isinstance(peer, str) or link is None or link.welcome is None:
+            return None
+        if time.monotonic() < self._no_data_before.get(peer, 0.0):
+            return None
+        try:
+            path = DataPath(link.welcome, self._session, self._config.limits)
+        except (OSError, ValueError):
+            self._no_data_before[peer] = time.monotonic() + NO_DATA_S
+            return None
+        self._data[peer] = path
+        return path
+
+    def _exchange_control(self, requests: Sequence[Request], deadline_ns: int) -> list[Answer]:
+        """Over ZeroMQ: what begins a session, and all for which there is no data connection."""
         exchange = _Exchange(self, requests, self._config.limits.inflight_max)
         if len(requests) == 1:
             link = self._links.get(requests[0].to)
@@ -193,8 +253,14 @@ class Channel:
         for peer in self._links.keys() - needed:
             if isinstance(peer, str) or (table and peer not in table.endpoints):
                 self._links.pop(peer).close()
+                self._no_data_before.pop(peer, None)
+                if peer in self._data:
+                    self._data.pop(peer).close()
 
     def close(self) -> None:
+        for path in self._data.values():
+            path.close()
+        self._data.clear()
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -306,8 +372,9 @@ class _Exchange:
 
     def _expire(self) -> None:
         for link in list(self.waiting):
+            silence = link.silence()
             for index in self._all_of(link):
-                self.answers[index] = Lost("no answer", deadline=True)
+                self.answers[index] = silence
             link.reset()
 
 

@@ -204,7 +204,7 @@ def _address(field: str, value: str) -> ipaddress.IPv4Address | ipaddress.IPv6Ad
         raise _error(field, value, "an IPv4 or IPv6 address") from None
 
 
-S = TypeVar("S", NodeConfig, ClientConfig)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def load(

@@ -4,7 +4,8 @@ Requests are answered by the same handlers as those that come over ZeroMQ. The b
 go from the socket straight into the arena, those of a get from the arena into the socket.
 
 A peer that sends nonsense, or stops in the middle of something for ``stall_ns``, is dropped; one
-that does not read its answers is not read from, and dropped after the same time.
+that does not read its answers is not read from, and dropped after the same time. Not so one that
+may be writing into the arena: only the kernel's word that it is gone ends that.
 """
 
 from __future__ import annotations
@@ -63,8 +64,18 @@ class Service(Protocol):
         ...
 
     def respond(
-        self, session: bytes, head: wire.Head, frames: Sequence[wire.Buffer]
-    ) -> Response: ...
+        self,
+        session: bytes,
+        head: wire.Head,
+        frames: Sequence[wire.Buffer],
+        shared: dict[int, Any],
+    ) -> Response:
+        """Answer a request. ``shared`` is what this connection's client fills by itself."""
+        ...
+
+    def unshare(self, shared: dict[int, Any]) -> None:
+        """The connection is closed: its client writes to the arena no more."""
+        ...
 
     def revision(self) -> int: ...
 
@@ -119,7 +130,11 @@ class DataServer:
     def drop_stalled(self, now: int) -> None:
         """Close the connections that stand still in the middle of something."""
         for connection in list(self._connections):
-            if connection.busy and now - connection.progress_ns > self._stall_ns:
+            if (
+                connection.busy
+                and not connection.shared
+                and now - connection.progress_ns > self._stall_ns
+            ):
                 self.dropped += 1
                 connection.close()
 
@@ -165,6 +180,7 @@ class _Connection:
         self, sock: socket.socket, server: DataServer, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.session = b""
+        self.shared: dict[int, Any] = {}
         self.progress_ns = monotonic()
         self._sock = sock
         self._fd = sock.fileno()
@@ -263,7 +279,7 @@ class _Connection:
         if payload_bytes:
             self._begin_payload(head, payload_bytes)
         else:
-            self._answer(head, self._server.service.respond(self.session, head, ()))
+            self._respond(head, ())
         return True
 
     def _decode(self, frame: memoryview) -> wire.Head:
@@ -319,10 +335,13 @@ class _Connection:
         assert head is not None
         self._head, self._filling, self._frames = None, None, []
         if filling is not None:
-            response = filling.finish(monotonic())
+            self._answer(head, filling.finish(monotonic()))
         else:
-            response = self._server.service.respond(self.session, head, frames)
-        self._answer(head, response)
+            self._respond(head, frames)
+
+    def _respond(self, head: wire.Head, frames: Sequence[wire.Buffer]) -> None:
+        service = self._server.service
+        self._answer(head, service.respond(self.session, head, frames, self.shared))
 
     # -- writing
 
@@ -395,6 +414,7 @@ class _Connection:
         for outgoing in self._outgoing:
             outgoing.finish()
         self._outgoing.clear()
+        self._server.service.unshare(self.shared)
         self._server.forget(self)
 
     # a connection is told apart by identity

@@ -6,7 +6,7 @@ one call on the node's event loop, so no handler ever sees another's half-done w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from p2pkv import ring, wire
@@ -21,6 +21,9 @@ from p2pkv.types import Member
 from p2pkv.wire import Fault, Kind, Status
 
 Frames = Sequence[wire.Buffer]
+
+LOCATE_MIN = 8 << 10
+"""Smaller values are sent along even to those who have mapped the arena."""
 
 _MISS = bytes([Status.MISS])
 
@@ -91,7 +94,7 @@ class Handlers:
             if known is not None:
                 return known
             if 0 < request <= session.forgotten:
-                return _forgotten(kind, body)
+                return self.refuse(Fault.FORGOTTEN, "the answer of this write is no longer kept")
         try:
             answer = handler(session, body, frames, now)
         except ProtocolError as e:
@@ -151,28 +154,30 @@ class Handlers:
         buckets, refused = self._admit(body.keys, now)
         if not refused:
             found = self.store.get_batch(buckets, body.keys, now)
-            return self._values(session, found, body.tell_once)
+            return self._values(session, found, body)
         items = [i for i, status in enumerate(refused) if not status]
         found = [None] * len(body.keys)
         hits = self.store.get_batch([buckets[i] for i in items], [body.keys[i] for i in items], now)
         for i, item in zip(items, hits, strict=True):
             found[i] = item
-        return self._values(session, found, body.tell_once, refused)
+        return self._values(session, found, body, refused)
 
     def _values(
         self,
         session: Session,
         found: Sequence[Object | None],
-        tell_once: bool,
+        body: wire.Get,
         refused: bytes = b"",
     ) -> Response:
+        if body.locate and any(i is not None and i.size >= LOCATE_MIN for i in found):
+            return self._located(session, found, body, refused)
         payload = Payload(self.store, session.packing, self.limits.message_bytes_max)
         there = [item for item in found if item is not None]
         bound = self.limits.message_bytes_max
         if len(there) == len(found) and sum([item.size for item in there]) <= bound:
             payload.add_all(there)
             sizes = [item.size for item in there]
-            once = self._once(there) if tell_once else b""
+            once = self._once(there) if body.tell_once else b""
             starts = [] if payload.packed else payload.starts
             return Kind.VALUES, wire.Values(b"", sizes, starts, once), payload.finish()
         statuses = self._statuses_within(found, refused, bound)
@@ -180,8 +185,30 @@ class Handlers:
         payload.add_all([item for item in sent if item is not None])
         starts = [] if payload.packed else _with_gaps(payload.starts, sent)
         sizes = [0 if item is None else item.size for item in sent]
-        once = self._once(sent) if tell_once else b""
+        once = self._once(sent) if body.tell_once else b""
         return Kind.VALUES, wire.Values(bytes(statuses), sizes, starts, once), payload.finish()
+
+    def _located(
+        self, session: Session, found: Sequence[Object | None], body: wire.Get, refused: bytes
+    ) -> Response:
+        """As ``_values``, with the places of large values instead of their bytes."""
+        small = [i if i is None or i.size < LOCATE_MIN else None for i in found]
+        statuses = self._statuses_within(small, refused, self.limits.message_bytes_max)
+        offsets, versions = [0] * len(found), [0] * len(found)
+        for i, item in enumerate(found):
+            if item is not None and item.size >= LOCATE_MIN:
+                statuses[i] = Status.OK
+                offsets[i], versions[i] = item.offset, item.version
+        sent = [i if not s else None for i, s in zip(small, statuses, strict=True)]
+        payload = Payload(self.store, session.packing, self.limits.message_bytes_max)
+        payload.add_all([item for item in sent if item is not None])
+        starts = [] if payload.packed else _with_gaps(payload.starts, sent)
+        kept = [i if not s else None for i, s in zip(found, statuses, strict=True)]
+        sizes = [0 if item is None else item.size for item in kept]
+        once = self._once(kept) if body.tell_once else b""
+        status = bytes(statuses) if any(statuses) else b""
+        values = wire.Values(status, sizes, starts, once, offsets, versions)
+        return Kind.VALUES, values, payload.finish()
 
     def _statuses_within(
         self, found: Sequence[Object | None], refused: bytes, bound: int
@@ -327,6 +354,8 @@ class Handlers:
         if len(session.allocations) + len(body.keys) > ALLOCS_MAX:
             raise ProtocolError(f"more than {ALLOCS_MAX} allocations in one session")
         self._check_sizes(body.sizes)
+        if body.shared and session.shared is None:
+            raise ProtocolError("memory is shared over data connections only")
         ids, offsets = [0] * len(body.keys), [0] * len(body.keys)
 
         def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
@@ -336,10 +365,24 @@ class Handlers:
             new = self.sessions.allocate(session, [o for _, o in made], now)
             for (i, item), id in zip(made, new, strict=True):
                 ids[i], offsets[i] = id, item.offset
+            if body.shared:
+                self._share(session, dict(zip(new, [o for _, o in made], strict=True)))
             return [Status.OK if isinstance(r, Object) else r for r in results]
 
         _, statuses, _ = self._each(body.keys, now, run)
         return Kind.ALLOCATED, wire.Allocated(statuses.statuses, ids, offsets), ()
+
+    def _share(self, session: Session, items: dict[int, Object]) -> None:
+        """Hold the extents for as long as the client may write to them."""
+        assert session.shared is not None
+        self.store.acquire_batch(list(items.values()))
+        session.shared.update(items)
+
+    def unshare(self, shared: dict[int, Object], ids: Iterable[int]) -> None:
+        """The client writes to these no more."""
+        items = [shared.pop(id) for id in ids if id in shared]
+        if items:
+            self.store.release_batch(items)
 
     def _write(self, session: Session, body: wire.Write, frames: Frames, now: int) -> Response:
         allocation = self.sessions.touch_allocation(session, body.id, now)
@@ -365,7 +408,8 @@ class Handlers:
             if allocation is None:
                 statuses[i] = Status.CONFLICT
                 continue
-            status = self._may_commit(allocation.item, allocation.complete, now)
+            complete = allocation.complete or (body.filled and bool(session.shared))
+            status = self._may_commit(allocation.item, complete, now)
             if status:
                 statuses[i] = status
                 self.store.abort_batch([allocation.item])
@@ -374,6 +418,8 @@ class Handlers:
                 items.append(allocation.item)
         for i, status in zip(ready, self.store.commit_batch(items, now), strict=True):
             statuses[i] = status
+        if session.shared:
+            self.unshare(session.shared, body.ids)
         return _statuses(statuses)
 
     def _may_commit(self, item: Object, complete: bool, now: int) -> Status:
@@ -384,6 +430,8 @@ class Handlers:
     def _abort(self, session: Session, body: wire.Abort, frames: Frames, now: int) -> Response:
         dropped = [session.allocations.pop(id, None) for id in body.ids]
         self.store.abort_batch([a.item for a in dropped if a is not None])
+        if session.shared:
+            self.unshare(session.shared, body.ids)
         return _statuses([Status.CONFLICT if a is None else Status.OK for a in dropped])
 
     # -- ranges
@@ -514,11 +562,3 @@ _THERE = bytes([Status.MISS, Status.OK]) + bytes(range(2, 256))
 
 def _statuses(statuses: Sequence[int]) -> Response:
     return Kind.STATUSES, wire.Statuses(bytes(statuses) if any(statuses) else b""), ()
-
-
-def _forgotten(kind: int, body: Any) -> Response:
-    """The answer to a write that may have run, so long ago that its answer is not known."""
-    if kind == Kind.DELETE_RANGE:
-        return Kind.DELETED, wire.Deleted(0, 0, Status.INDETERMINATE), ()
-    number = len(body.ids if kind == Kind.COMMIT else body.keys)
-    return _statuses([Status.INDETERMINATE] * number)

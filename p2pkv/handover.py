@@ -14,8 +14,9 @@ it is proposed does the old one. If anything fails before the proposal, the old 
       |  etcd: epoch + 1, primary = next owner  |
       |  (drops its copy)                       |  sees the record: serves
 
-``nonce`` names one attempt. A learner that sees a new one starts over; within one, pieces come in
-the order of ``seq``, each exactly once (a repeat is acknowledged again, a gap ends the attempt).
+``nonce`` names one attempt and rises with each of an owner. A learner that sees a higher one starts
+over, and takes no piece of an older one any more; within one, pieces come in the order of ``seq``,
+each exactly once (a repeat is acknowledged again, a gap ends the attempt).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import msgspec
 from p2pkv import wire
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS, Clock
 from p2pkv.errors import ProtocolError
-from p2pkv.objects import Bucket, Object, Pin
+from p2pkv.objects import Bucket, Object, Pin, State
 from p2pkv.records import BucketChange, BucketRecord, Versioned
 from p2pkv.routing import Effect, Exchange, Operation, Pause, Reply, Request
 from p2pkv.types import BucketId, Epoch, Member
@@ -104,19 +105,20 @@ class Outgoing:
         self._piece_bytes = piece_bytes
         self._piece_keys = piece_keys
         self._seq = 0
+        self._dirty: dict[bytes, None] = {}
 
     def run(self, clock: Clock) -> Generator[Effect | Stop | Propose, Any, bool]:
         """Move it. True: it is handed over. Raises Failed when the owner is to go on."""
         bucket = self.bucket
-        bucket.dirty = dict.fromkeys(bucket.objects)
+        bucket.dirty = self._dirty = dict.fromkeys(bucket.objects)
         try:
             passes = 0
             while self._left_bytes() > REST_BYTES and passes < PASSES_MAX:
-                yield from self._send(clock, list(bucket.dirty), throttled=True)
+                yield from self._send(clock, list(self._dirty), throttled=True)
                 passes += 1
             yield Stop(True)
             try:
-                yield from self._send(clock, list(bucket.dirty), throttled=False, last=True)
+                yield from self._send(clock, list(self._dirty), throttled=False, last=True)
             except Failed:
                 yield Stop(False)
                 raise
@@ -128,7 +130,7 @@ class Outgoing:
 
     def _left_bytes(self) -> int:
         objects = self.bucket.objects
-        dirty = self.bucket.dirty or {}
+        dirty = self._dirty
         return sum(objects[k].size for k in dirty if k in objects) + 64 * len(dirty)
 
     def _send(
@@ -169,8 +171,7 @@ class Outgoing:
         return entries, b"".join(values)
 
     def _clean(self, key: bytes) -> None:
-        if self.bucket.dirty is not None:
-            self.bucket.dirty.pop(key, None)
+        self._dirty.pop(key, None)
 
     def _send_large(self, clock: Clock, item: Object) -> Operation[None]:
         """A value larger than a piece, in several; held by a token meanwhile."""
@@ -179,8 +180,9 @@ class Outgoing:
             for start in range(0, item.size, self._piece_bytes):
                 length = min(self._piece_bytes, item.size - start)
                 view = self._store.value(item)[start : start + length]
-                whole = _entry(item.key, item, clock())
-                if whole.size < 0:  # expired meanwhile
+                there = item if item.state is State.COMMITTED else None
+                whole = _entry(item.key, there, clock())
+                if whole.size < 0:  # it has left meanwhile
                     yield from self._piece([whole], b"", clock, True, False)
                     return
                 entry = msgspec.structs.replace(whole, start=start, piece=length)

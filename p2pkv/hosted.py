@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -64,11 +64,15 @@ class LoopDriver:
         return self._result(future)
 
     def _result(self, future: Future[T]) -> T:
-        while not wait((future,), STOPPED_CHECK_S).done and not self._loop.is_closed():
-            pass
-        if not future.done() or future.cancelled():
-            raise ClosedClient("the node of this client has stopped")
-        return future.result()
+        while not self._loop.is_closed():
+            try:
+                return future.result(STOPPED_CHECK_S)
+            except CancelledError:
+                break
+            except TimeoutError:  # no result yet, or the operation's own
+                if future.done():
+                    return future.result()
+        raise ClosedClient("the node of this client has stopped")
 
     def close(self) -> None:
         """The sockets are the node's."""

@@ -14,7 +14,7 @@ from p2pkv.batches import CommitOne, Copy, expect, no_room
 from p2pkv.clock import SECOND_NS
 from p2pkv.errors import Conflict, P2PKVError, ProtocolError
 from p2pkv.keyed import keyed
-from p2pkv.outcomes import RETRY, error_of, gave_up, name_of
+from p2pkv.outcomes import DEADLINE, RETRY, error_of, gave_up, name_of
 from p2pkv.routing import Context, Exchange, Lost, Operation, Reply, Request, reason_of
 from p2pkv.types import Member
 from p2pkv.wire import Kind, PutOptions, Status
@@ -133,7 +133,8 @@ def _ask_owner(
     ctx: Context, bucket: int, key: bytes, kind: Kind, body: wire.Body, answer_kind: Kind
 ) -> Operation[tuple[Member, Any]]:
     """One request that changes nothing, to the bucket's owner, until it is not sent away."""
-    while True:
+    reason = DEADLINE
+    while not ctx.expired():
         table = yield from ctx.table()
         owner = table.owner(bucket)
         reason, answered = "no owner", False
@@ -148,10 +149,9 @@ def _ask_owner(
                 if status not in RETRY:
                     return owner, asked
                 reason = Status(status).name.lower()
-        if ctx.expired():
-            raise gave_up(reason, name_of(key))
         yield from ctx.backoff()
         yield from ctx.refresh({owner: answered} if owner is not None else {})
+    raise gave_up(reason, name_of(key))
 
 
 def _begin_again(ctx: Context, key: bytes, reason: str) -> Operation[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from random import Random
 from typing import Any
@@ -48,6 +49,7 @@ class Mover:
         self._driver = driver
         self._authority = authority
         self._random = random
+        self._nonces = itertools.count(1)
         self._wanted = asyncio.Event()
         self._running: dict[BucketId, asyncio.Task[None]] = {}
         self._failures: dict[BucketId, int] = {}
@@ -92,7 +94,7 @@ class Mover:
             self._store.buckets[bucket],
             self._ownership.view.buckets[bucket],
             target,
-            self._random.getrandbits(48),
+            next(self._nonces),
             max(1, self._config.move_bytes_per_s // self._config.moves_max),
             min(PIECE_BYTES, limits.message_bytes_max),
             min(PIECE_KEYS, limits.head_bytes_max // (limits.key_bytes_max + ENTRY_BYTES_MAX)),

@@ -448,8 +448,16 @@ class Node:
             "inflight_max": limits.inflight_max,
         }
         ttl_ms = round(self.config.session_ttl_s * 1000)
-        data = (self._data_endpoint,)
-        return Kind.WELCOME, wire.Welcome(self.member, ttl_ms, known, data, session.token), ()
+        arena = self._store.arena
+        welcome = wire.Welcome(
+            self.member,
+            ttl_ms,
+            known,
+            (self._data_endpoint,),
+            session.token,
+            (str(arena.path), arena.size, arena.proof),
+        )
+        return Kind.WELCOME, welcome, ()
 
     # -- requests over data connections
 
@@ -465,19 +473,26 @@ class Node:
             session, head.request, head.body, payload_bytes, clock.monotonic()
         )
 
+    def unshare(self, shared: dict[int, Any]) -> None:
+        self._handlers.unshare(shared, list(shared))
+
     def respond(
-        self, session_id: bytes, head: wire.Head, frames: Sequence[wire.Buffer]
+        self,
+        session_id: bytes,
+        head: wire.Head,
+        frames: Sequence[wire.Buffer],
+        shared: dict[int, Any],
     ) -> Response:
         session = self._sessions.get(session_id)
         if session is None:
             return self._handlers.refuse(Fault.NO_SESSION, "no session; say HELLO first")
-        session.packing = STREAM
+        session.packing, session.shared = STREAM, shared
         try:
             return self._handle(
                 session, head.kind, head.request, head.body, frames, clock.monotonic()
             )
         finally:
-            session.packing = FRAMES
+            session.packing, session.shared = FRAMES, None
 
     def revision(self) -> int:
         return int(self._ownership.revision)

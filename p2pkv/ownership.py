@@ -35,6 +35,8 @@ class Ownership:
         self._store = store
         self._fingerprint = fingerprint
         self._held: dict[int, int] = {}
+        self._attempts: dict[int, tuple[Member, int]] = {}
+        """Of each bucket the newest attempt to send it here, by its owner and nonce."""
         self._addresses: dict[Member, NodeRecord] = {}
         self._table: wire.Table | None = None
         self._remember_addresses(view.nodes)
@@ -151,16 +153,22 @@ class Ownership:
         if status is Status.OK and source is not None:
             learned = self.incoming.get(bucket)
             if learned is None or learned.nonce != body.nonce or learned.source != source:
-                if body.seq != 0:
+                last_source, last_nonce = self._attempts.get(bucket, (source, 0))
+                if body.seq != 0 or (last_source == source and body.nonce <= last_nonce):
                     return wire.SnapshotAck(bucket, body.nonce, body.seq, Status.CONFLICT)
-                self.forget_incoming(bucket)
-                record = self.view.buckets[bucket].record
-                learned = handover.Incoming(self._store, bucket, source, body.nonce, record)
-                self.incoming[bucket] = learned
+                learned = self._begin_learning(bucket, source, body.nonce)
             before = learned.dropped
             status = learned.take(body, frames, now)
             dropped = learned.dropped - before
         return wire.SnapshotAck(bucket, body.nonce, body.seq, status, dropped)
+
+    def _begin_learning(self, bucket: BucketId, source: Member, nonce: int) -> handover.Incoming:
+        self.forget_incoming(bucket)
+        self._attempts[bucket] = (source, nonce)
+        record = self.view.buckets[bucket].record
+        learned = handover.Incoming(self._store, bucket, source, nonce, record)
+        self.incoming[bucket] = learned
+        return learned
 
     def _may_learn(self, bucket: BucketId, body: wire.Snapshot, source: Member | None) -> Status:
         versioned = self.view.buckets.get(bucket)

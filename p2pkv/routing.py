@@ -38,6 +38,10 @@ T = TypeVar("T")
 # --- effects
 
 
+Sink = Callable[[wire.Values], Sequence[memoryview]]
+"""Tells where the values of an answer go: for each a buffer of exactly its size."""
+
+
 class Request:
     """A message to be sent.
 
@@ -45,7 +49,7 @@ class Request:
     may have reached the peer. Until then the operation has certainly not run.
     """
 
-    __slots__ = ("body", "id", "kind", "payload", "sent", "to")
+    __slots__ = ("body", "id", "kind", "payload", "sent", "sink", "to")
 
     def __init__(
         self, to: Peer, kind: Kind, body: wire.Body, payload: Sequence[wire.Buffer] = ()
@@ -56,6 +60,7 @@ class Request:
         self.payload = payload
         self.id = 0
         self.sent = False
+        self.sink: Sink | None = None
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -65,6 +70,10 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     body: Any
     frames: Sequence[wire.Buffer]
     revision: int = 0
+    values: Sequence[bytes | None] | None = None
+    """The values of the answer, each an object of its own, where the driver made them so."""
+    delivered: bool = False
+    """The values are where the request's sink wanted them."""
 
 
 class Lost(msgspec.Struct, frozen=True):

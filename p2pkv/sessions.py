@@ -83,6 +83,7 @@ class Session:
         "last_seen",
         "member",
         "packing",
+        "shared",
         "token",
         "tokens",
     )
@@ -95,6 +96,8 @@ class Session:
         """Admits the session's data connection."""
         self.packing = FRAMES
         """How the way suits that its present request came."""
+        self.shared: dict[int, Object] | None = None
+        """What the client fills itself, by allocation, on the connection of its present request."""
         self.allocations: dict[int, Allocation] = {}
         self.tokens: dict[int, Token] = {}
         self.answers: OrderedDict[int, Response] = OrderedDict()

@@ -16,6 +16,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from struct import Struct
 from typing import Any
 
@@ -159,8 +160,7 @@ class DataLink:
     ) -> tuple[int, Reply]:
         """The next message: (request id, reply). Raises Closed, Late, ProtocolError.
 
-        ``sink_of(request id)`` may give a function that tells, from the reply's body, where its
-        payload goes: a list of views as long as the payload.
+        ``sink_of(request id)`` may give the request's sink (see ``routing.Sink``).
         """
         self._need(SIZES.size, deadline_ns, spin=True)
         head_bytes, payload_bytes = SIZES.unpack_from(self._buffer, self._start)
@@ -174,29 +174,26 @@ class DataLink:
         self._start += head_bytes
         self.revision = head.revision
         frames: Sequence[wire.Buffer] = ()
+        sink = sink_of(head.request) if head.kind == wire.Kind.VALUES else None
         if payload_bytes:
-            sink = sink_of(head.request)
             frames = self._payload(head, payload_bytes, sink, deadline_ns)
-        return head.request, Reply(head.kind, head.body, frames, head.revision)
+        reply = Reply(head.kind, head.body, frames, head.revision, None, sink is not None)
+        return head.request, reply
 
     def _payload(
         self, head: wire.Head, size: int, sink: Any, deadline_ns: int
     ) -> Sequence[wire.Buffer]:
-        targets = sink(head.body) if sink is not None else None
-        if targets is not None:
-            if sum(map(len, targets)) != size:
-                raise ProtocolError(f"a payload of {size} bytes for other values")
-            self._fill(targets, deadline_ns)
-            return ()
         body = head.body
-        if (
-            isinstance(body, wire.Values)
-            and not body.starts
-            and size >= DIRECT_MIN * len(body.sizes)
-        ):
-            if sum(body.sizes) != size:
+        if isinstance(body, wire.Values):
+            inline = [0 if at else n for n, at in zip_longest(body.sizes, body.offsets)]
+            if sum(inline) != size:
                 raise ProtocolError(f"a payload of {size} bytes for other values")
-            return [self._take(n, deadline_ns) for n in body.sizes if n]
+            if sink is not None:
+                targets = [t for t, n in zip(sink(body), inline, strict=True) if n]
+                self._fill(targets, deadline_ns)
+                return ()
+            if size >= DIRECT_MIN * len(inline):
+                return [self._take(n, deadline_ns) for n in inline if n]
         whole = memoryview(bytearray(size))
         self._fill([whole], deadline_ns)
         return (whole,)

@@ -25,7 +25,7 @@ from p2pkv.buffers import Lending, Run
 from p2pkv.clock import SECOND_NS, monotonic
 from p2pkv.config import Limits
 from p2pkv.errors import ConfigError
-from p2pkv.routing import Reply, Request
+from p2pkv.routing import Lost, Reply, Request
 from p2pkv.wire import Kind
 
 CLIENT_ID_BYTES = 9
@@ -117,6 +117,8 @@ class Link:
         self.socket = socket
         self.closed = False
         self.connected = False
+        self.welcome: wire.Welcome | None = None
+        """The peer's word on this session, once it is here."""
         self._ended = False
         self._first: list[Request] = []
         self._repeated: set[int] = set()
@@ -193,6 +195,8 @@ class Link:
         replies: list[tuple[int, Reply]] = []
         while (frames := receive_frames(self.socket)) is not None:
             head = wire.decode(frames[0], self._limits.head_bytes_max)
+            if head.kind == Kind.WELCOME:
+                self.welcome = head.body
             self.connected = True
             replies.append((head.request, Reply(head.kind, head.body, frames[1:], head.revision)))
         return replies
@@ -209,6 +213,14 @@ class Link:
         if not self._ended:
             return None
         return f"{'connection lost' if self.connected else 'no connection'} to {self.endpoint}"
+
+    def silence(self) -> Lost:
+        """What became of a request that has no answer at its deadline."""
+        if not self.closed:
+            self.lost()
+        if not self.connected:
+            return Lost(f"no connection to {self.endpoint}")
+        return Lost("no answer", deadline=True)
 
 
 def send_frames(

@@ -157,12 +157,16 @@ class Welcome(Body, frozen=True):
     """Endpoints of the data connection, best first."""
     token: Annotated[bytes, Limit(max_length=64)] = b""
     """Admits this session's data connection."""
+    arena: tuple[Name, Size, Annotated[bytes, Limit(max_length=64)]] | None = None
+    """File, bytes and proof of the node's memory, for a client that can map it."""
 
 
 class Get(Body, frozen=True):
     keys: Keys
     tell_once: bool = False
     """Whether the answer shall tell which objects are write-once (for a near cache)."""
+    locate: bool = False
+    """The client has mapped the arena: where large values lie is enough."""
 
 
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -202,6 +206,10 @@ class Alloc(Body, frozen=True):
     keys: Keys
     sizes: Sizes
     options: PutOptions
+    shared: bool = False
+    """The client has mapped the arena and fills the extents itself. On data connections only:
+    the extents are used for nothing else before they are committed, aborted, or the connection
+    closes, however long the client is paused."""
 
 
 class Write(Body, frozen=True):
@@ -213,6 +221,8 @@ class Write(Body, frozen=True):
 
 class Commit(Body, frozen=True):
     ids: Ids
+    filled: bool = False
+    """The client wrote the bytes into the arena itself."""
 
 
 class Abort(Body, frozen=True):
@@ -281,6 +291,10 @@ class Values(Body, frozen=True):
     starts: Sizes
     once: bytes = b""
     """With ``tell_once``: 1 for each write-once object. Empty: none is."""
+    offsets: Sizes = []
+    """With ``locate``: where in the arena each value lies that is not in the payload, else 0."""
+    versions: Sizes = []
+    """With ``locate``: what the header before the value says as long as it is the same."""
 
 
 class Statuses(Body, frozen=True):

@@ -16,7 +16,6 @@ enum {
 
 struct wait {
     int64_t deadline_ns, spin_ns;
-    int blocking; /* the socket's mode */
 };
 
 struct window;
@@ -107,15 +106,15 @@ static int wait_ready(int fd, short events, struct wait wait) {
     return n > 0 ? 0 : ETIMEDOUT;
 }
 
-/* Lets a system call on a blocking socket wait until the deadline; the flags for it. One such call
- * costs a third less than a try, a poll and a second try. Zero would mean no limit to the kernel. */
+/* Lets the next system call on a blocking socket wait until the deadline; 0, or an errno. One such
+ * call is less than a try, a poll and a second try. */
 static int let_wait(int fd, const struct direction *direction, struct wait wait) {
     int64_t now = now_ns(), rest = wait.deadline_ns - now;
-    if (!wait.blocking || rest < 1000)
-        return MSG_DONTWAIT;
     struct timeval limit = {.tv_sec = rest / SECOND_NS, .tv_usec = rest % SECOND_NS / 1000};
+    if (rest < 1000) /* a limit of 0 is none */
+        return ETIMEDOUT;
     if (setsockopt(fd, SOL_SOCKET, direction->timeout_option, &limit, sizeof limit) < 0)
-        return MSG_DONTWAIT;
+        return errno;
     if (wait.spin_ns > 0)
         spin(fd, direction->events, now + (wait.spin_ns < rest ? wait.spin_ns : rest));
     return 0;
@@ -126,55 +125,86 @@ static int is_blocking(int fd) {
     return flags >= 0 && !(flags & O_NONBLOCK);
 }
 
-/* A call that may wait comes back early for a signal, whose handler is due, or for an end that the
- * next call will tell: EINTR. One that may not wait has taken what there was: sleep until there is
- * more. */
-static p2pkv_transfer move_all(const struct direction *direction, int fd,
-                               const struct p2pkv_pieces *pieces, uint64_t start,
-                               struct wait wait) {
-    p2pkv_transfer transfer = {start, 0};
-    struct p2pkv_cursor at = {0, 0};
-    struct window window;
-    p2pkv_advance(pieces, &at, start);
-    while (transfer.bytes < pieces->bytes && !transfer.error) {
-        int flags = let_wait(fd, direction, wait);
-        open_window(&window, pieces, at);
-        int64_t n = direction->once(fd, &window, flags);
-        if (n > 0) {
-            transfer.bytes += (uint64_t)n;
-            p2pkv_advance(pieces, &at, (uint64_t)n);
-        }
-        if (n < 0 && n != -EAGAIN)
-            transfer.error = (int)-n;
-        else if (n > 0 && (uint64_t)n < window.bytes && flags == 0)
-            transfer.error = EINTR;
-        else if (transfer.bytes < pieces->bytes && n != (int64_t)window.bytes)
-            transfer.error = wait_ready(fd, direction->events, wait);
-    }
-    return transfer;
+/* A transfer under way. */
+struct job {
+    const struct direction *direction;
+    int fd;
+    const struct p2pkv_pieces *pieces;
+    struct p2pkv_cursor at;
+    uint64_t done;
+    struct wait wait;
+};
+
+static struct job job_from(const struct direction *direction, int fd,
+                           const struct p2pkv_pieces *pieces, uint64_t start, struct wait wait) {
+    struct job job = {direction, fd, pieces, {0, 0}, start, wait};
+    p2pkv_advance(pieces, &job.at, start);
+    return job;
 }
 
-static int64_t move_some(const struct direction *direction, int fd,
-                         const struct p2pkv_pieces *pieces, uint64_t start) {
-    struct p2pkv_cursor at = {0, 0};
+/* One system call: 0, EAGAIN if it moved less than it was to, or another error. */
+static int move(struct job *job, int flags) {
     struct window window;
-    if (start >= pieces->bytes)
-        return 0;
-    p2pkv_advance(pieces, &at, start);
-    open_window(&window, pieces, at);
-    return direction->once(fd, &window, MSG_DONTWAIT);
+    open_window(&window, job->pieces, job->at);
+    int64_t n = job->direction->once(job->fd, &window, flags);
+    if (n < 0)
+        return (int)-n;
+    job->done += (uint64_t)n;
+    p2pkv_advance(job->pieces, &job->at, (uint64_t)n);
+    return (uint64_t)n < window.bytes ? EAGAIN : 0;
 }
 
+/* Waits after it has found nothing. */
+static int move_polling(struct job *job) {
+    int error = move(job, MSG_DONTWAIT);
+    if (error == EAGAIN && job->done < job->pieces->bytes)
+        error = wait_ready(job->fd, job->direction->events, job->wait);
+    return error;
+}
+
+/* Waits in the call. It comes back early with something for a signal, whose handler is due, or for
+ * an end that the next call will tell; with nothing at the deadline, or a tick of the kernel before. */
+static int move_waiting(struct job *job) {
+    uint64_t before = job->done;
+    int error = let_wait(job->fd, job->direction, job->wait);
+    if (error)
+        return error == ETIMEDOUT ? move_polling(job) : error;
+    error = move(job, 0);
+    if (error == EAGAIN)
+        error = job->done > before ? EINTR : wait_ready(job->fd, job->direction->events, job->wait);
+    return error;
+}
+
+static p2pkv_transfer run(struct job job, int blocking) {
+    int error = 0;
+    while (job.done < job.pieces->bytes && !error)
+        error = blocking ? move_waiting(&job) : move_polling(&job);
+    return (p2pkv_transfer){job.done, error};
+}
+
+/* Most often everything fits: the first try waits for nothing, and asks for nothing before. */
 p2pkv_transfer p2pkv_send_all(int fd, uintptr_t pieces, uint64_t start, int64_t deadline_ns,
                               int64_t spin_ns) {
-    struct wait wait = {deadline_ns, spin_ns, is_blocking(fd)};
-    return move_all(&SENDING, fd, (const void *)pieces, start, wait);
+    struct wait wait = {deadline_ns, spin_ns};
+    struct job job = job_from(&SENDING, fd, (const void *)pieces, start, wait);
+    int error = job.done < job.pieces->bytes ? move(&job, MSG_DONTWAIT) : 0;
+    if (job.done == job.pieces->bytes || (error && error != EAGAIN))
+        return (p2pkv_transfer){job.done, error == EAGAIN ? 0 : error};
+    return run(job, is_blocking(fd));
 }
 
 p2pkv_transfer p2pkv_recv_all(int fd, uintptr_t pieces, uint64_t start, int64_t deadline_ns,
                               int64_t spin_ns) {
-    struct wait wait = {deadline_ns, spin_ns, is_blocking(fd)};
-    return move_all(&RECEIVING, fd, (const void *)pieces, start, wait);
+    struct wait wait = {deadline_ns, spin_ns};
+    return run(job_from(&RECEIVING, fd, (const void *)pieces, start, wait), is_blocking(fd));
+}
+
+static int64_t move_some(const struct direction *direction, int fd,
+                         const struct p2pkv_pieces *pieces, uint64_t start) {
+    struct wait none = {0, 0};
+    struct job job = job_from(direction, fd, pieces, start, none);
+    int error = start < pieces->bytes ? move(&job, MSG_DONTWAIT) : 0;
+    return job.done > start || !error ? (int64_t)(job.done - start) : -(int64_t)error;
 }
 
 int64_t p2pkv_send_some(int fd, uintptr_t pieces, uint64_t start) {
@@ -194,16 +224,17 @@ static uint64_t little_endian(const uint8_t *bytes, int n) {
 
 /* Receives prefix and head up to the end of `control`. */
 static int recv_control(int fd, const struct p2pkv_pieces *control, p2pkv_exchange *state,
-                        struct wait wait) {
-    p2pkv_transfer got = move_all(&RECEIVING, fd, control, state->received, wait);
+                        struct wait wait, int blocking) {
+    p2pkv_transfer got = run(job_from(&RECEIVING, fd, control, state->received, wait), blocking);
     state->received = got.bytes;
     return got.error;
 }
 
+/* The head came with the prefix: to try for it is less than to set a limit first. */
 static int recv_head(int fd, const struct iovec *head, p2pkv_exchange *state, struct wait wait) {
     struct iovec iov[2] = {{state->prefix, P2PKV_PREFIX}, {head->iov_base, 0}};
     struct p2pkv_pieces control = {.count = 2, .bytes = P2PKV_PREFIX, .iov = iov};
-    int error = recv_control(fd, &control, state, wait);
+    int error = recv_control(fd, &control, state, wait, is_blocking(fd));
     if (error)
         return error;
     state->head_length = (uint32_t)little_endian(state->prefix, 4);
@@ -212,23 +243,20 @@ static int recv_head(int fd, const struct iovec *head, p2pkv_exchange *state, st
         return EMSGSIZE;
     iov[1].iov_len = state->head_length;
     control.bytes += state->head_length;
-    wait.blocking = 0; /* it came with the prefix: a try is cheaper than to set a limit first */
-    return recv_control(fd, &control, state, wait);
+    return recv_control(fd, &control, state, wait, 0);
 }
 
 int p2pkv_call(int fd, uintptr_t request, uintptr_t head, p2pkv_exchange *state,
                int64_t deadline_ns, int64_t spin_ns) {
     const struct p2pkv_pieces *into = (const void *)head;
-    struct wait wait = {deadline_ns, 0, 0};
+    struct wait wait = {deadline_ns, spin_ns};
     if (into->count != 1)
         return EINVAL;
     if (request) {
-        p2pkv_transfer sent = move_all(&SENDING, fd, (const void *)request, state->sent, wait);
+        p2pkv_transfer sent = p2pkv_send_all(fd, request, state->sent, deadline_ns, 0);
         state->sent = sent.bytes;
         if (sent.error)
             return sent.error;
     }
-    wait.spin_ns = spin_ns;
-    wait.blocking = is_blocking(fd);
     return recv_head(fd, into->iov, state, wait);
 }

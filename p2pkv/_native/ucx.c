@@ -1,137 +1,9 @@
-/* One-sided batches over UCX: one context and one worker, driven by one thread. */
+/* Links to peers, and batches of one-sided reads and writes over them. */
 #include "ucx.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-enum { POLLS_PER_CLOCK = 16 };
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-/* -- the engine */
-
-static ucs_status_t read_options(const p2pkv_ucx_library *ucx, const char *const *options,
-                                 size_t count, ucp_config_t **config, char *why, size_t why_size) {
-    ucs_status_t status = ucx->ucp_config_read(NULL, NULL, config);
-    if (status != UCS_OK) {
-        snprintf(why, why_size, "reading UCX_* variables: %s", ucx->ucs_status_string(status));
-        return status;
-    }
-    for (size_t i = 0; i < count; i++) {
-        const char *name = options[2 * i], *value = options[2 * i + 1];
-        status = ucx->ucp_config_modify(*config, name, value);
-        if (status != UCS_OK) {
-            snprintf(why, why_size, "option %s=%s: %s", name, value,
-                     ucx->ucs_status_string(status));
-            ucx->ucp_config_release(*config);
-            return status;
-        }
-    }
-    return UCS_OK;
-}
-
-static ucs_status_t open_context(p2pkv_ucx_engine *engine, const char *const *options,
-                                 size_t count, char *why, size_t why_size) {
-    const p2pkv_ucx_library *ucx = engine->ucx;
-    ucp_config_t *config;
-    ucs_status_t status = read_options(ucx, options, count, &config, why, why_size);
-    if (status != UCS_OK)
-        return status;
-    ucp_params_t params = {
-        .field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED |
-                      UCP_PARAM_FIELD_NAME,
-        .features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP,
-        .mt_workers_shared = 1, /* regions are mapped on other threads */
-        .name = "p2pkv",
-    };
-    status = ucx->ucp_init_version(P2PKV_UCX_API_MAJOR, P2PKV_UCX_API_MINOR, &params, config,
-                                   &engine->context);
-    ucx->ucp_config_release(config);
-    if (status != UCS_OK)
-        snprintf(why, why_size, "ucp_init: %s", ucx->ucs_status_string(status));
-    return status;
-}
-
-static ucs_status_t open_worker(p2pkv_ucx_engine *engine, char *why, size_t why_size) {
-    const p2pkv_ucx_library *ucx = engine->ucx;
-    ucp_worker_params_t params = {
-        .field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
-        .thread_mode = UCS_THREAD_MODE_SERIALIZED,
-    };
-    ucs_status_t status = ucx->ucp_worker_create(engine->context, &params, &engine->worker);
-    if (status != UCS_OK) {
-        snprintf(why, why_size, "ucp_worker_create: %s", ucx->ucs_status_string(status));
-        return status;
-    }
-    status = ucx->ucp_worker_get_efd(engine->worker, &engine->event_fd);
-    if (status != UCS_OK) {
-        snprintf(why, why_size, "no event descriptor: %s", ucx->ucs_status_string(status));
-        ucx->ucp_worker_destroy(engine->worker);
-    }
-    return status;
-}
-
-p2pkv_ucx_engine *p2pkv_ucx_engine_open(const p2pkv_ucx_library *ucx, const char *const *options,
-                                        size_t count, char *why, size_t why_size) {
-    p2pkv_ucx_engine *engine = calloc(1, sizeof *engine);
-    if (engine == NULL) {
-        snprintf(why, why_size, "out of memory");
-        return NULL;
-    }
-    engine->ucx = ucx;
-    ring_init(&engine->links), ring_init(&engine->gone);
-    ring_init(&engine->active), ring_init(&engine->done);
-    if (open_context(engine, options, count, why, why_size) != UCS_OK) {
-        free(engine);
-        return NULL;
-    }
-    if (open_worker(engine, why, why_size) != UCS_OK) {
-        ucx->ucp_cleanup(engine->context);
-        free(engine);
-        return NULL;
-    }
-    pthread_mutex_init(&engine->lock, NULL);
-    return engine;
-}
-
-int p2pkv_ucx_engine_event_fd(const p2pkv_ucx_engine *engine) {
-    return engine->event_fd;
-}
-
-int p2pkv_ucx_engine_address(p2pkv_ucx_engine *engine, uint8_t *out, size_t size, size_t *length) {
-    const p2pkv_ucx_library *ucx = engine->ucx;
-    ucp_address_t *address;
-    ucs_status_t status = ucx->ucp_worker_get_address(engine->worker, &address, length);
-    if (status != UCS_OK)
-        return status;
-    int fits = *length <= size;
-    if (fits)
-        memcpy(out, address, *length);
-    ucx->ucp_worker_release_address(engine->worker, address);
-    return fits ? 0 : P2PKV_UCX_SMALL;
-}
-
-int p2pkv_ucx_engine_describe(p2pkv_ucx_engine *engine, char *out, size_t size) {
-    FILE *stream = fmemopen(out, size, "w");
-    if (stream == NULL)
-        return P2PKV_UCX_NO_MEMORY;
-    engine->ucx->ucp_context_print_info(engine->context, stream);
-    return fclose(stream) == 0 ? 0 : P2PKV_UCX_SMALL;
-}
-
-void p2pkv_ucx_engine_counts(p2pkv_ucx_engine *engine, p2pkv_ucx_counts *out) {
-    pthread_mutex_lock(&engine->lock);
-    out->regions = engine->region_count;
-    pthread_mutex_unlock(&engine->lock);
-    out->links = engine->link_count;
-    out->batches = engine->active_count;
-}
 
 /* -- links */
 
@@ -141,7 +13,7 @@ static void remote_free(const p2pkv_ucx_library *ucx, struct remote *remote) {
     free(remote);
 }
 
-static void link_drop_remotes(p2pkv_ucx_link *link) {
+void p2pkv_ucx_link_drop_remotes(p2pkv_ucx_link *link) {
     for (size_t i = 0; i < link->remote_count; i++)
         if (link->remotes[i] != NULL)
             remote_free(link->engine->ucx, link->remotes[i]);
@@ -153,7 +25,7 @@ static void link_drop_remotes(p2pkv_ucx_link *link) {
 static void link_settle(p2pkv_ucx_link *link) {
     if (!link->closed || link->batches != 0)
         return;
-    link_drop_remotes(link);
+    p2pkv_ucx_link_drop_remotes(link);
     link->engine->link_count--;
     ring_move(&link->engine->gone, &link->ring);
 }
@@ -208,6 +80,8 @@ int p2pkv_ucx_link_attach(p2pkv_ucx_link *link, uint64_t key, uint64_t address, 
                           uint64_t chunks) {
     const p2pkv_ucx_library *ucx = link->engine->ucx;
     int error = link_room(link, key);
+    if (error == 0 && link->remotes[key] != NULL)
+        error = P2PKV_UCX_IN_USE;
     if (error != 0)
         return error;
     struct remote *remote = calloc(1, sizeof *remote + (size_t)chunks * sizeof remote->rkey[0]);
@@ -224,6 +98,16 @@ int p2pkv_ucx_link_attach(p2pkv_ucx_link *link, uint64_t key, uint64_t address, 
         }
     }
     link->remotes[key] = remote;
+    return 0;
+}
+
+int p2pkv_ucx_link_detach(p2pkv_ucx_link *link, uint64_t key) {
+    if (key >= link->remote_count || link->remotes[key] == NULL)
+        return P2PKV_UCX_NO_KEY;
+    if (link->remotes[key]->pieces != 0)
+        return P2PKV_UCX_IN_USE;
+    remote_free(link->engine->ucx, link->remotes[key]);
+    link->remotes[key] = NULL;
     return 0;
 }
 
@@ -263,8 +147,8 @@ static void on_link_closed(void *request, ucs_status_t status, void *arg) {
 void p2pkv_ucx_link_close(p2pkv_ucx_link *link) {
     if (link->closing)
         return;
-    if (link->lost != 0)
-        link->lost = 0, link->engine->lost_count--;
+    if (link->lost != 0 && !link->told)
+        link->engine->lost_count--;
     link->closing = 1;
     ucp_request_param_t param = {
         .op_attr_mask =
@@ -285,8 +169,10 @@ void p2pkv_ucx_link_close(p2pkv_ucx_link *link) {
 static void batch_release(struct batch *batch) {
     if (--batch->waiting > 0)
         return;
-    for (size_t i = 0; i < batch->count; i++)
-        __atomic_fetch_sub(&batch->region[i]->pieces, 1, __ATOMIC_RELEASE);
+    for (size_t i = 0; i < batch->count; i++) {
+        batch->place[i].remote->pieces--;
+        __atomic_fetch_sub(&batch->place[i].region->pieces, 1, __ATOMIC_RELEASE);
+    }
     p2pkv_ucx_link *link = batch->link;
     ring_move(&link->engine->done, &batch->ring);
     link->engine->active_count--;
@@ -314,48 +200,61 @@ static void batch_follow(struct batch *batch, ucs_status_ptr_t request) {
         batch_note(batch, UCS_PTR_STATUS(request));
 }
 
-static int find_remote(const p2pkv_ucx_link *link, const p2pkv_ucx_piece *piece) {
+static int find_remote(const p2pkv_ucx_link *link, const p2pkv_ucx_piece *piece,
+                       struct remote **out) {
     if (piece->key >= link->remote_count || link->remotes[piece->key] == NULL)
         return P2PKV_UCX_NO_KEY;
-    const struct remote *remote = link->remotes[piece->key];
-    if (!inside(piece->remote, piece->length, remote->address, remote->length))
-        return P2PKV_UCX_NOT_REMOTE;
+    *out = link->remotes[piece->key];
+    return inside(piece->remote, piece->length, (*out)->address, (*out)->length)
+               ? 0
+               : P2PKV_UCX_NOT_REMOTE;
+}
+
+/* Most batches stay in one region, so the one of the piece before is tried first. */
+static int find_region(const p2pkv_ucx_engine *engine, const p2pkv_ucx_piece *piece,
+                       const p2pkv_ucx_region *last, p2pkv_ucx_region **out) {
+    if (last != NULL && inside(piece->local, piece->length, last->address, last->length)) {
+        *out = (p2pkv_ucx_region *)last;
+        return 0;
+    }
+    size_t at = p2pkv_ucx_region_place(engine, piece->local);
+    if (at == engine->region_count)
+        return P2PKV_UCX_NOT_LOCAL;
+    *out = engine->regions[at];
+    return inside(piece->local, piece->length, (*out)->address, (*out)->length)
+               ? 0
+               : P2PKV_UCX_NOT_LOCAL;
+}
+
+static int find_places(struct batch *batch, const p2pkv_ucx_piece *pieces, size_t count,
+                       size_t *piece) {
+    struct place *place = batch->place;
+    for (size_t i = 0; i < count; i++) {
+        *piece = i;
+        if (pieces[i].length == 0)
+            return P2PKV_UCX_EMPTY;
+        int error = find_remote(batch->link, &pieces[i], &place[i].remote);
+        if (error == 0)
+            error = find_region(batch->link->engine, &pieces[i],
+                                i > 0 ? place[i - 1].region : NULL, &place[i].region);
+        if (error != 0)
+            return error;
+    }
     return 0;
 }
 
-/* Most batches stay in one region, so the last one is tried first. */
-static p2pkv_ucx_region *find_region(const p2pkv_ucx_engine *engine, p2pkv_ucx_region *last,
-                                     const p2pkv_ucx_piece *piece) {
-    if (last != NULL && inside(piece->local, piece->length, last->address, last->length))
-        return last;
-    size_t at = p2pkv_ucx_region_place(engine, piece->local);
-    if (at == engine->region_count)
-        return NULL;
-    p2pkv_ucx_region *region = engine->regions[at];
-    return inside(piece->local, piece->length, region->address, region->length) ? region : NULL;
-}
-
-/* Finds the memory of all pieces and keeps the regions from being unmapped. */
-static int batch_check(struct batch *batch, const p2pkv_ucx_piece *pieces, size_t count,
-                       size_t *piece) {
+/* Finds the memory of all pieces and keeps it registered until the batch is done. */
+static int batch_hold(struct batch *batch, const p2pkv_ucx_piece *pieces, size_t count,
+                      size_t *piece) {
     p2pkv_ucx_engine *engine = batch->link->engine;
-    p2pkv_ucx_region *last = NULL;
-    int error = 0;
     pthread_mutex_lock(&engine->lock);
+    int error = find_places(batch, pieces, count, piece);
     for (size_t i = 0; i < count && error == 0; i++) {
-        *piece = i;
-        error = find_remote(batch->link, &pieces[i]);
-        last = find_region(engine, last, &pieces[i]);
-        if (error == 0 && last == NULL)
-            error = P2PKV_UCX_NOT_LOCAL;
-        batch->region[i] = last;
-    }
-    if (error == 0) {
-        for (size_t i = 0; i < count; i++)
-            __atomic_fetch_add(&batch->region[i]->pieces, 1, __ATOMIC_RELAXED);
-        batch->count = count;
+        batch->place[i].remote->pieces++;
+        __atomic_fetch_add(&batch->place[i].region->pieces, 1, __ATOMIC_RELAXED);
     }
     pthread_mutex_unlock(&engine->lock);
+    batch->count = error == 0 ? count : 0;
     return error;
 }
 
@@ -366,9 +265,10 @@ static uint64_t smallest(uint64_t a, uint64_t b, uint64_t c) {
 
 /* A piece goes in parts that stay inside one chunk on either side. */
 static void post_piece(struct batch *batch, int verb, const p2pkv_ucx_piece *piece,
-                       const p2pkv_ucx_region *region) {
+                       const struct place *place) {
     const p2pkv_ucx_library *ucx = batch->link->engine->ucx;
-    const struct remote *remote = batch->link->remotes[piece->key];
+    const p2pkv_ucx_region *region = place->region;
+    const struct remote *remote = place->remote;
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
                         UCP_OP_ATTR_FIELD_MEMH,
@@ -385,14 +285,13 @@ static void post_piece(struct batch *batch, int verb, const p2pkv_ucx_piece *pie
         uint64_t part = smallest(piece->length - done, region->chunk - from % region->chunk,
                                  remote->chunk - to % remote->chunk);
         void *memory = (void *)(uintptr_t)(piece->local + done);
+        uint64_t target = piece->remote + done;
+        ucp_ep_h ep = batch->link->ep;
         ucp_rkey_h rkey = remote->rkey[to / remote->chunk];
         param.memh = region->memh[from / region->chunk];
-        ucs_status_ptr_t request =
-            verb == P2PKV_UCX_WRITE
-                ? ucx->ucp_put_nbx(batch->link->ep, memory, part, piece->remote + done, rkey, &param)
-                : ucx->ucp_get_nbx(batch->link->ep, memory, part, piece->remote + done, rkey,
-                                   &param);
-        batch_follow(batch, request);
+        batch_follow(batch, verb == P2PKV_UCX_WRITE
+                                ? ucx->ucp_put_nbx(ep, memory, part, target, rkey, &param)
+                                : ucx->ucp_get_nbx(ep, memory, part, target, rkey, &param));
         done += part;
     }
 }
@@ -410,11 +309,11 @@ static void post_flush(struct batch *batch) {
 int p2pkv_ucx_post(p2pkv_ucx_link *link, int verb, uint64_t id, const p2pkv_ucx_piece *pieces,
                    size_t count, size_t *piece) {
     *piece = 0;
-    struct batch *batch = calloc(1, sizeof *batch + count * sizeof batch->region[0]);
+    struct batch *batch = calloc(1, sizeof *batch + count * sizeof batch->place[0]);
     if (batch == NULL)
         return P2PKV_UCX_NO_MEMORY;
     batch->link = link, batch->id = id, batch->waiting = 1;
-    int error = batch_check(batch, pieces, count, piece);
+    int error = batch_hold(batch, pieces, count, piece);
     if (error != 0) {
         free(batch);
         return error;
@@ -423,140 +322,9 @@ int p2pkv_ucx_post(p2pkv_ucx_link *link, int verb, uint64_t id, const p2pkv_ucx_
     link->engine->active_count++;
     link->batches++;
     for (size_t i = 0; i < count && batch->status == UCS_OK; i++)
-        post_piece(batch, verb, &pieces[i], batch->region[i]);
+        post_piece(batch, verb, &pieces[i], &batch->place[i]);
     if (verb == P2PKV_UCX_WRITE && batch->status == UCS_OK)
         post_flush(batch);
     batch_release(batch);
     return 0;
-}
-
-/* -- progress */
-
-static int empty(const struct ring *head) {
-    return head->next == head;
-}
-
-/* Until nothing is left and the descriptor is armed (0), time is over (1), or an error. */
-static int poll_and_arm(p2pkv_ucx_engine *engine, int64_t spin_ns, int64_t budget_ns) {
-    const p2pkv_ucx_library *ucx = engine->ucx;
-    int64_t start = now_ns();
-    for (unsigned polls = 0;;) {
-        while (ucx->ucp_worker_progress(engine->worker) != 0)
-            if (++polls % POLLS_PER_CLOCK == 0 && now_ns() - start > budget_ns)
-                return 1;
-        int64_t spent = now_ns() - start;
-        if (spent < spin_ns && engine->active_count > 0 && empty(&engine->done))
-            continue;
-        ucs_status_t status = ucx->ucp_worker_arm(engine->worker);
-        if (status != UCS_ERR_BUSY)
-            return status;
-        if (spent > budget_ns)
-            return 1;
-    }
-}
-
-static int collect_batches(p2pkv_ucx_engine *engine, p2pkv_ucx_event *events, int size) {
-    int n = 0;
-    for (EACH(at, after, &engine->done)) {
-        if (n == size)
-            break;
-        struct batch *batch = ENTRY(at, struct batch);
-        events[n++] = (p2pkv_ucx_event){batch->id, P2PKV_UCX_BATCH_DONE, batch->status};
-        ring_remove(at);
-        free(batch);
-    }
-    return n;
-}
-
-static int collect_lost(p2pkv_ucx_engine *engine, p2pkv_ucx_event *events, int size) {
-    int n = 0;
-    for (EACH(at, after, &engine->links)) {
-        if (n == size || engine->lost_count == 0)
-            break;
-        p2pkv_ucx_link *link = ENTRY(at, p2pkv_ucx_link);
-        if (link->lost == 0 || link->told)
-            continue;
-        events[n++] = (p2pkv_ucx_event){link->id, P2PKV_UCX_LINK_LOST, link->lost};
-        link->told = 1;
-        engine->lost_count--;
-    }
-    return n;
-}
-
-static int collect_gone(p2pkv_ucx_engine *engine, p2pkv_ucx_event *events, int size) {
-    int n = 0;
-    for (EACH(at, after, &engine->gone)) {
-        if (n == size)
-            break;
-        p2pkv_ucx_link *link = ENTRY(at, p2pkv_ucx_link);
-        events[n++] = (p2pkv_ucx_event){link->id, P2PKV_UCX_LINK_GONE, 0};
-        ring_remove(at);
-        free(link);
-    }
-    return n;
-}
-
-/* The loss of a link comes before the failures of its batches: it has the reason. */
-static int collect(p2pkv_ucx_engine *engine, p2pkv_ucx_event *events, int size) {
-    int n = collect_lost(engine, events, size);
-    n += collect_batches(engine, events + n, size - n);
-    return n + collect_gone(engine, events + n, size - n);
-}
-
-int p2pkv_ucx_progress(p2pkv_ucx_engine *engine, int64_t spin_ns, int64_t budget_ns,
-                       p2pkv_ucx_event *events, int size, int *more, int *status) {
-    int outcome = poll_and_arm(engine, spin_ns, budget_ns);
-    *status = outcome < 0 ? outcome : 0;
-    int n = collect(engine, events, size);
-    *more = outcome == 1 || n == size;
-    return n;
-}
-
-/* -- the end */
-
-static void free_events(p2pkv_ucx_engine *engine) {
-    p2pkv_ucx_event events[64];
-    while (collect(engine, events, 64) > 0)
-        continue;
-}
-
-static void drain(p2pkv_ucx_engine *engine, int64_t deadline_ns) {
-    const struct timespec pause = {.tv_nsec = 50000};
-    for (EACH(at, after, &engine->links))
-        p2pkv_ucx_link_close(ENTRY(at, p2pkv_ucx_link));
-    for (;;) {
-        while (engine->ucx->ucp_worker_progress(engine->worker) != 0)
-            continue;
-        if (empty(&engine->links) || now_ns() >= deadline_ns)
-            return;
-        nanosleep(&pause, NULL);
-    }
-}
-
-/* What UCX would not finish: keys are freed before their worker, batches after it, since it may
- * still call back about them. */
-static uint64_t destroy(p2pkv_ucx_engine *engine) {
-    uint64_t unfinished = engine->active_count;
-    for (EACH(at, after, &engine->links))
-        link_drop_remotes(ENTRY(at, p2pkv_ucx_link));
-    engine->ucx->ucp_worker_destroy(engine->worker);
-    for (EACH(at, after, &engine->active))
-        free(ENTRY(at, struct batch));
-    for (EACH(at, after, &engine->links))
-        free(ENTRY(at, p2pkv_ucx_link));
-    free_events(engine);
-    return unfinished;
-}
-
-uint64_t p2pkv_ucx_engine_close(p2pkv_ucx_engine *engine, int64_t deadline_ns) {
-    drain(engine, deadline_ns);
-    free_events(engine);
-    uint64_t unfinished = destroy(engine);
-    while (engine->region_count > 0)
-        p2pkv_ucx_region_free(engine->regions[--engine->region_count]);
-    free(engine->regions);
-    engine->ucx->ucp_cleanup(engine->context);
-    pthread_mutex_destroy(&engine->lock);
-    free(engine);
-    return unfinished;
 }

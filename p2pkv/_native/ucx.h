@@ -63,6 +63,10 @@ static inline void ring_init(struct ring *ring) {
     ring->prev = ring->next = ring;
 }
 
+static inline int ring_empty(const struct ring *head) {
+    return head->next == head;
+}
+
 static inline void ring_append(struct ring *head, struct ring *entry) {
     entry->prev = head->prev, entry->next = head;
     head->prev->next = entry;
@@ -98,6 +102,7 @@ struct p2pkv_ucx_region {
 
 struct remote {
     uint64_t address, length, chunk;
+    uint64_t pieces; /* under way that use it */
     size_t chunks;
     ucp_rkey_h rkey[];
 };
@@ -121,7 +126,7 @@ struct p2pkv_ucx_link {
     uint64_t id;
     ucp_ep_h ep;
     uint64_t batches;
-    int lost; /* status, not told of yet */
+    int lost, told; /* status of the loss; whether the loop knows */
     int closing, closed;
     struct remote **remotes; /* by key; NULL where none was attached */
     size_t remote_count;
@@ -134,7 +139,10 @@ struct batch {
     size_t waiting; /* requests under way, and one while it is being posted */
     ucs_status_t status;
     size_t count;
-    p2pkv_ucx_region *region[]; /* of each piece */
+    struct place {
+        p2pkv_ucx_region *region;
+        struct remote *remote;
+    } place[]; /* of each piece */
 };
 
 static inline int inside(uint64_t address, uint64_t length, uint64_t base, uint64_t size) {
@@ -143,5 +151,8 @@ static inline int inside(uint64_t address, uint64_t length, uint64_t base, uint6
 
 /* The place of the first region that ends behind `address`. Under the lock. */
 size_t p2pkv_ucx_region_place(const p2pkv_ucx_engine *engine, uint64_t address);
+
+void p2pkv_ucx_region_free(p2pkv_ucx_region *region);
+void p2pkv_ucx_link_drop_remotes(p2pkv_ucx_link *link);
 
 #endif

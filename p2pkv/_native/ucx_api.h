@@ -17,9 +17,15 @@ enum {
     P2PKV_UCX_OVERLAP = 5,    /* memory to be mapped is registered already, at least in part */
     P2PKV_UCX_IN_USE = 6,     /* batches under way use the region */
     P2PKV_UCX_SMALL = 7,      /* the caller's buffer is too small; the length needed was set */
+    P2PKV_UCX_EMPTY = 8,      /* a piece without bytes */
 
     P2PKV_UCX_WRITE = 0,
     P2PKV_UCX_READ = 1,
+
+    P2PKV_UCX_ANY_MEMORY = -1, /* UCX finds out */
+    P2PKV_UCX_HOST = 0,
+    P2PKV_UCX_CUDA = 1,
+    P2PKV_UCX_ROCM = 3,
 
     P2PKV_UCX_BATCH_DONE = 0, /* id of the batch; its memory is not touched any more */
     P2PKV_UCX_LINK_LOST = 1,  /* id of the link; it is to be closed */
@@ -33,10 +39,10 @@ typedef struct p2pkv_ucx_link p2pkv_ucx_link;
 
 /* One part of a batch. */
 typedef struct {
-    uint64_t local;      /* address in this process */
-    uint64_t key;        /* number of the remote region on this link, see p2pkv_ucx_link_attach */
-    uint64_t remote;     /* address in the peer's process */
-    uint64_t length;     /* bytes */
+    uint64_t local;  /* address in this process */
+    uint64_t key;    /* number of the remote region on this link, see p2pkv_ucx_link_attach */
+    uint64_t remote; /* address in the peer's process */
+    uint64_t length; /* bytes */
 } p2pkv_ucx_piece;
 
 typedef struct {
@@ -80,7 +86,7 @@ int p2pkv_ucx_progress(p2pkv_ucx_engine *engine, int64_t spin_ns, int64_t budget
 
 /* -- regions: local memory, registered in chunks of at most `chunk` bytes */
 
-/* `memory_type`: a ucs_memory_type_t, or -1 to let UCX find out. */
+/* `length` and `chunk` are not 0; `memory_type`: P2PKV_UCX_ANY_MEMORY, _HOST, ... */
 int p2pkv_ucx_region_map(p2pkv_ucx_engine *engine, uint64_t address, uint64_t length,
                          uint64_t chunk, int memory_type, p2pkv_ucx_region **out);
 uint64_t p2pkv_ucx_region_chunks(const p2pkv_ucx_region *region);
@@ -99,6 +105,8 @@ int p2pkv_ucx_link_open(p2pkv_ucx_engine *engine, uint64_t id, const uint8_t *ad
 int p2pkv_ucx_link_attach(p2pkv_ucx_link *link, uint64_t key, uint64_t address, uint64_t length,
                           uint64_t chunk, const uint8_t *packed, const uint64_t *ends,
                           uint64_t chunks);
+/* IN_USE while batches under way use the region. */
+int p2pkv_ucx_link_detach(p2pkv_ucx_link *link, uint64_t key);
 /* "transport/device" of each lane, separated by spaces; empty where UCX is too old to tell. */
 int p2pkv_ucx_link_transports(p2pkv_ucx_link *link, char *out, size_t size);
 /* Gives up what is under way; the link is freed when UCX is done with it (LINK_GONE). */

@@ -42,11 +42,15 @@ static void region_leave(p2pkv_ucx_region *region) {
             (engine->region_count - at) * sizeof region);
 }
 
-static void region_free(p2pkv_ucx_region *region) {
+void p2pkv_ucx_region_free(p2pkv_ucx_region *region) {
     for (size_t i = 0; i < region->chunks; i++)
         region->engine->ucx->ucp_mem_unmap(region->engine->context, region->memh[i]);
     free(region);
 }
+
+_Static_assert((int)UCS_MEMORY_TYPE_HOST == P2PKV_UCX_HOST, "memory types are UCX's");
+_Static_assert((int)UCS_MEMORY_TYPE_CUDA == P2PKV_UCX_CUDA, "memory types are UCX's");
+_Static_assert((int)UCS_MEMORY_TYPE_ROCM == P2PKV_UCX_ROCM, "memory types are UCX's");
 
 static ucs_status_t region_map_chunks(p2pkv_ucx_region *region, size_t chunks) {
     ucp_mem_map_params_t params = {
@@ -84,7 +88,7 @@ int p2pkv_ucx_region_map(p2pkv_ucx_engine *engine, uint64_t address, uint64_t le
         pthread_mutex_unlock(&engine->lock);
     }
     if (error != 0) {
-        region_free(region);
+        p2pkv_ucx_region_free(region);
         return error;
     }
     *out = region;
@@ -119,6 +123,6 @@ int p2pkv_ucx_region_unmap(p2pkv_ucx_region *region) {
     pthread_mutex_unlock(&engine->lock);
     if (used)
         return P2PKV_UCX_IN_USE;
-    region_free(region);
+    p2pkv_ucx_region_free(region);
     return 0;
 }

@@ -34,6 +34,7 @@ async def serve(config: NodeConfig, as_json: bool) -> bool:
         drained = await _drain(node, orders.stop)
     await node.stop()
     await running
+    orders.close()
     log.info("stopped")
     return drained
 
@@ -47,6 +48,12 @@ class _Orders:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+
+    def close(self) -> None:
+        """Nothing is left to be interrupted: a signal now must not spoil the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     def _on_terminate(self) -> None:
         if self.leave.is_set():

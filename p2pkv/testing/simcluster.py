@@ -87,6 +87,8 @@ class SimMember:
         """Writes with lower numbers may have run before the session was forgotten."""
         self.next_id = 1
         self.allocations: dict[int, tuple[bytes, int, bytearray, wire.PutOptions]] = {}
+        self.allocated: dict[int, bytes] = {}
+        """The key of every allocation that there ever was."""
         self.tokens: dict[int, bytes] = {}
 
     def handle(self, request: Request) -> Reply:
@@ -104,6 +106,13 @@ class SimMember:
         self.allocations.clear()
         self.tokens.clear()
         self.first_known = self.cluster.next_request
+
+    def written_by(self, request: Request) -> list[bytes]:
+        """The keys that a write names."""
+        if request.kind == Kind.COMMIT:
+            return [self.allocated[request.body.ids[0]]]  # type: ignore[attr-defined]
+        mutating = request.kind in wire.MUTATING
+        return list(getattr(request.body, "keys", ())) if mutating else []
 
     def _run(self, request: Request) -> Reply:
         handler = getattr(self, f"_{request.kind.name.lower()}")
@@ -235,6 +244,7 @@ class SimMember:
         if status:
             return Kind.ALLOCATED, wire.Allocated(bytes([status]), [0], [0]), ()
         id = self._new_id()
+        self.allocated[id] = key
         self.allocations[id] = (key, 0, bytearray(body.sizes[0]), body.options)
         return Kind.ALLOCATED, wire.Allocated(b"", [id], [0]), ()
 
@@ -472,7 +482,8 @@ class SimCluster:
             self._deliver_late()
 
     def exchange(self, effect: Exchange) -> list[Answer]:
-        self.now += self.random.randrange(MILLISECOND_NS)
+        there = self.now + self.random.randrange(MILLISECOND_NS)
+        self.now = max(self.now, min(there, effect.deadline_ns))
         answers = [self._send(request, effect.deadline_ns) for request in effect.requests]
         if any(isinstance(a, Lost) and a.deadline for a in answers):
             self.now = max(self.now, effect.deadline_ns)
@@ -488,11 +499,10 @@ class SimCluster:
         if member is None or chance() < trouble.refused:
             return Lost("no connection")
         request.sent = True
+        keys = member.written_by(request)
         answer = self._through(member, request, trouble)
         if isinstance(answer, Lost):
-            self.unanswered.update(getattr(request.body, "keys", ()))
-            if request.kind == Kind.COMMIT:
-                self.unanswered.update(k for k, *_ in member.allocations.values())
+            self.unanswered.update(keys)
         return answer
 
     def _through(self, member: SimMember, request: Request, trouble: Trouble) -> Answer:
@@ -542,6 +552,11 @@ class SimCluster:
 
     def _change_ring(self) -> None:
         random = self.random
+        for member in list(self.members.values()):
+            for bucket in list(member.moving):
+                if random.random() < 0.3:
+                    self.move(bucket, random.choice(list(self.members)))
+                    member.moving.discard(bucket)
         choice = random.randrange(6)
         bucket = random.randrange(self.bucket_count)
         owner = self.owners[bucket]
