@@ -159,7 +159,11 @@ def socket_ways(sock: socket.socket, count: int, size: int) -> dict[str, Step]:
     pieces = native.Pieces.targets(views)
 
     def ask(by_native: int) -> bytes:
-        return count.to_bytes(4, "little") + size.to_bytes(8, "little") + by_native.to_bytes(4, "little")
+        return (
+            count.to_bytes(4, "little")
+            + size.to_bytes(8, "little")
+            + by_native.to_bytes(4, "little")
+        )
 
     def standard() -> None:
         sock.sendall(ask(0))
@@ -173,12 +177,28 @@ def socket_ways(sock: socket.socket, count: int, size: int) -> dict[str, Step]:
         native_send(sock, [ask(1)])
         native_recv(sock, pieces)
 
+    def with_limit() -> None:
+        sock.settimeout(WAIT_NS / 1e9)
+        sock.sendall(ask(0))
+        waiting = list(views)
+        while waiting:  # a socket with a timeout does not wait for all
+            got = sock.recvmsg_into(waiting)[0]
+            if not got:
+                raise ConnectionError("cut short")
+            first = 0
+            while first < len(waiting) and got >= len(waiting[first]):
+                got -= len(waiting[first])
+                first += 1
+            waiting = [waiting[first][got:], *waiting[first + 1 :]] if got else waiting[first:]
+        sock.settimeout(None)
+
     def with_spin() -> None:
         native_send(sock, [ask(1)])
         native_recv(sock, pieces, SPIN_NS)
 
     return {
         "standard": standard,
+        "standard, timeout": with_limit,
         "native": with_pieces,
         "native, views": with_views,
         "native, spin": with_spin,
@@ -202,6 +222,8 @@ def measure_sockets() -> Figures:
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
     server.start()
     figures: Figures = {}
+    if not ours.poll(30):
+        raise SystemExit("the serving process did not start")
     with socket.create_connection(("127.0.0.1", ours.recv())) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for count, size in BATCHES:

@@ -178,10 +178,13 @@ class Channel:
         link = self._links.get(peer)
         if isinstance(peer, str) or link is None or link.welcome is None:
             return None
+        if self._config.path == "zmq":
+            return None
         if time.monotonic() < self._no_data_before.get(peer, 0.0):
             return None
         try:
-            path = DataPath(link.welcome, self._session, self._config.limits)
+            shared = self._config.path == "auto"
+            path = DataPath(link.welcome, self._session, self._config.limits, shared)
         except (OSError, ValueError):
             self._no_data_before[peer] = time.monotonic() + NO_DATA_S
             return None
@@ -516,7 +519,7 @@ class Client:
 
     @classmethod
     def from_config(cls, config: ClientConfig, *, near_cache_bytes: int = 0) -> Self:
-        """A client with all that a ClientConfig holds, e.g. limits that differ from the defaults."""
+        """A client with all that a ClientConfig holds, e.g. limits other than the defaults."""
         router = Router()
         client = cls.__new__(cls)
         client._setup(config, router, SocketDriver(config, router), near_cache_bytes)

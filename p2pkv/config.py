@@ -185,6 +185,9 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_s: Positive = 5.0
     """Deadline of a call that does not give its own."""
     limits: Limits = Limits()
+    path: Annotated[str, Limit(pattern="^(auto|tcp|zmq)$")] = "auto"
+    """How bytes travel. ``auto``: through shared memory on the node's host, else over a data
+    connection, else over ZeroMQ. ``tcp``: no shared memory. ``zmq``: no data connection either."""
     connections_max: Annotated[int, Limit(ge=1, le=1024)] = 64
     """Threads that may use one Client at the same time; more wait for their turn."""
 

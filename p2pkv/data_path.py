@@ -98,12 +98,14 @@ class SharedArena:
 class DataPath:
     """The data connection to one node, and its arena if it is on this host."""
 
-    def __init__(self, welcome: wire.Welcome, session: ClientSession, limits: Limits) -> None:
+    def __init__(
+        self, welcome: wire.Welcome, session: ClientSession, limits: Limits, shared: bool
+    ) -> None:
         """Raises OSError, ValueError if there is no way to the node's data endpoint."""
         if not welcome.data:
             raise ValueError("the node has no data endpoint")
         self.link = DataLink(welcome.data[0], session.id, welcome.token, limits, CONNECT_TIMEOUT_S)
-        self.arena = SharedArena.open(*welcome.arena) if welcome.arena else None
+        self.arena = SharedArena.open(*welcome.arena) if shared and welcome.arena else None
         self.session = session
         self.proven = False
         """Whether it has answered anything yet."""

@@ -119,7 +119,7 @@ def keyed(ctx: Context, op: Keyed) -> Operation[None]:
         run.take(sent, answers)
         if not (run.pending or run.unanswered):
             return
-        if run.disturbed and not ctx.expired():
+        if run.disturbed:
             yield from ctx.backoff()
             try:
                 yield from ctx.refresh(_who_answered(sent, answers))

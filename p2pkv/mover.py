@@ -85,11 +85,12 @@ class Mover:
                 return
             if bucket in self._running or self._not_before.get(bucket, 0) > now:
                 continue
-            self._running[bucket] = group.create_task(self._move(bucket, target))
+            outgoing = self._outgoing(bucket, target)
+            self._running[bucket] = group.create_task(self._move(bucket, outgoing))
 
-    async def _move(self, bucket: BucketId, target: Member) -> None:
+    def _outgoing(self, bucket: BucketId, target: Member) -> Outgoing:
         limits = self._config.limits
-        outgoing = Outgoing(
+        return Outgoing(
             self._store,
             self._store.buckets[bucket],
             self._ownership.view.buckets[bucket],
@@ -99,6 +100,8 @@ class Mover:
             min(PIECE_BYTES, limits.message_bytes_max),
             min(PIECE_KEYS, limits.head_bytes_max // (limits.key_bytes_max + ENTRY_BYTES_MAX)),
         )
+
+    async def _move(self, bucket: BucketId, outgoing: Outgoing) -> None:
         try:
             if await self._drive(outgoing):
                 self.moved_total += 1
@@ -139,7 +142,7 @@ class Mover:
                     result = await self._propose(effect.change)
                 if self._store.buckets.get(outgoing.bucket.id) is not outgoing.bucket:
                     moving.close()
-                    return bool(result)
+                    return isinstance(effect, Propose) and bool(result)
         except StopIteration as stop:
             return bool(stop.value)
 

@@ -522,7 +522,7 @@ def placed(
         while size and start >= end:
             frame = next(rest, None)
             if frame is None:
-                raise ProtocolError("a value lies behind the payload's end")
+                raise ProtocolError("a value lies outside of the payload")
             view, base = memoryview(frame), end
             end = base + len(view)
         if size and (start < base or start + size > end):
@@ -535,6 +535,6 @@ def _placed_in_one(
     view: memoryview, sizes: Sequence[int], starts: Sequence[int]
 ) -> list[memoryview]:
     views = [view[a : a + n] for a, n in zip(starts, sizes, strict=True)]
-    if any(len(v) != n for v, n in zip(views, sizes, strict=True)):
-        raise ProtocolError("a value lies behind the payload's end")
+    if min(starts) < 0 or any(len(v) != n for v, n in zip(views, sizes, strict=True)):
+        raise ProtocolError("a value lies outside of the payload")
     return views

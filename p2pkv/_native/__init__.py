@@ -295,6 +295,8 @@ def _targets(batch: Batch) -> Pieces:
 def _acquired(buffers: Sequence[Buffer], writable: bool) -> tuple[int, int]:
     try:
         made: tuple[int, int] = _of_buffers(buffers, writable)
+    except ConfigError:
+        raise
     except (BufferError, TypeError, ValueError, OverflowError) as e:
         raise InvalidArgument(_refusal(buffers, writable, e)) from e
     return made
@@ -320,6 +322,8 @@ def _placed(
 ) -> tuple[int, int]:
     try:
         made: tuple[int, int] = _of_places(base, limit, offsets, lengths)
+    except ConfigError:
+        raise
     except (IndexError, TypeError, ValueError, OverflowError) as e:
         raise InvalidArgument(f"addresses, lengths: {e}") from e
     return made

@@ -105,16 +105,30 @@ def builder(include: str, place: Callable[[Path], str] = os.path.relpath) -> FFI
     return ffi
 
 
-def main() -> None:
-    """Builds the extension in place."""
+def found() -> str:
+    """As include_directory; ends the build where there are none."""
     include = include_directory()
     if include is None:
         raise SystemExit(
             "no headers of UCX 1.12 or later: install libucx-dev (Debian), ucx-devel (Red Hat) or "
             "the wheel libucx-cu12, or set P2PKV_UCX_PREFIX"
         )
+    return include
+
+
+def ffibuilder() -> FFI:
+    """For the package's build, which asks for include_directory first."""
+    return builder(found())
+
+
+def main() -> None:
+    """Builds the extension in place."""
+    include = found()
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(builder(include, str).compile(tmpdir=scratch, verbose="-v" in sys.argv))
+        # Under another suffix an older one could come before it.
+        for old in HERE.glob("_ucx.*.so"):
+            old.unlink()
         print(shutil.copy(built, HERE / built.name))
 
 

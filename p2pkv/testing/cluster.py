@@ -41,7 +41,7 @@ from p2pkv.etcd_server import EtcdCluster
 from p2pkv.records import View
 from p2pkv.types import Member, NodeId
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 POLL_S = 0.02
 LOG_TAIL_BYTES = 4000
 FAST: dict[str, Any] = {

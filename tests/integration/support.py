@@ -246,11 +246,19 @@ class Traffic:
 class RawPeer:
     """A session with one node, frame by frame."""
 
-    def __init__(self, endpoint: str, cluster: str, session: bytes = b"", hello: bool = True) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        cluster: str,
+        session: bytes = b"",
+        hello: bool = True,
+        queue_max: int = 1000,
+    ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.IPV6, 1)
+        self.socket.setsockopt(zmq.RCVHWM, queue_max)
         if session:
             self.socket.setsockopt(zmq.ROUTING_ID, session)
         self.socket.connect(endpoint)
