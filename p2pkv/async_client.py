@@ -21,7 +21,7 @@ from p2pkv import clock, discovery, wire
 from p2pkv.buffers import copy
 from p2pkv.client import NearCache, client_config, near_batch_get, put_options, scan_cursor
 from p2pkv.config import ClientConfig, EtcdConfig
-from p2pkv.errors import ClosedClient, ConfigError, ForkedClient, ProtocolError
+from p2pkv.errors import ClosedClient, ConfigError, ForkedClient, P2PKVError, ProtocolError
 from p2pkv.operations import Key, Operations, encode_key
 from p2pkv.routing import (
     Answer,
@@ -34,6 +34,7 @@ from p2pkv.routing import (
     Reply,
     Request,
     Router,
+    note_lost,
 )
 from p2pkv.transport import ClientSession, Link, Waiter, new_client_id
 from p2pkv.types import Member
@@ -112,16 +113,26 @@ class _PeerLink:
 
     def _take(self, request_id: int, reply: Reply) -> None:
         if reply.kind == Kind.ERROR:
-            if reply.body.fault == wire.Fault.NO_SESSION:
-                waiting = {i: e.requests[index] for i, (e, index) in self.waiting.items()}
-                if self.link.renew(request_id, waiting):
-                    return
+            if reply.body.fault == wire.Fault.NO_SESSION and self._renewed(request_id):
+                return
             if request_id == 0:
                 self._end_all(reply)
                 return
         entry = self.waiting.pop(request_id, None)
         if entry is not None:
             entry[0].answer(entry[1], reply)
+
+    def _renewed(self, request_id: int) -> bool:
+        """The peer has forgotten the session. True: that is dealt with."""
+        if request_id not in self.waiting:  # of a request that was sent again under another number
+            return True
+        requests = {i: e.requests[index] for i, (e, index) in self.waiting.items()}
+        if requests[request_id].unsure:
+            return False
+        numbers = self.link.renew(requests)
+        for old, new in numbers.items():
+            self.waiting[new] = self.waiting.pop(old)
+        return bool(numbers)
 
     def _end_all(self, answer: Answer) -> None:
         entries = [*self.waiting.values(), *self.backlog]
@@ -194,19 +205,27 @@ class AsyncDriver:
             )
         if self.closed:
             raise ClosedClient("the client is closed")
-        result: Any = None
         try:
+            effect: Effect = operation.send(None)
             while True:
-                effect: Effect = operation.send(result)
-                result = None
-                if isinstance(effect, Exchange):
-                    result = await self.exchange(effect.requests, effect.deadline_ns)
-                elif isinstance(effect, Pause):
-                    await asyncio.sleep(effect.duration_ns / 1e9)
+                try:
+                    result = await self._carry_out(effect)
+                except P2PKVError as e:
+                    effect = operation.throw(e)
                 else:
-                    result = await self._rediscover(effect.deadline_ns)
+                    effect = operation.send(result)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
+
+    async def _carry_out(self, effect: Effect) -> Any:
+        if isinstance(effect, Exchange):
+            answers = await self.exchange(effect.requests, effect.deadline_ns)
+            note_lost(effect.requests, answers)
+            return answers
+        if isinstance(effect, Pause):
+            await asyncio.sleep(effect.duration_ns / 1e9)
+            return None
+        return await self._rediscover(effect.deadline_ns)
 
     async def _rediscover(self, deadline_ns: int) -> list[str]:
         left = max((deadline_ns - time.monotonic_ns()) / 1e9, 0.01)
@@ -313,7 +332,8 @@ class AsyncClient:
     """A p2pkv cluster, from an asyncio program.
 
     Arguments, calls, results and errors are those of ``Client``; every call is awaited, and
-    ``scan`` is an async iterator. Belongs to the event loop on which it is first used.
+    ``scan`` is an async iterator. Belongs to the event loop on which it is first used. Bytes travel
+    over ZeroMQ, whatever ``path`` says.
     """
 
     def __init__(
@@ -324,9 +344,10 @@ class AsyncClient:
         cluster: str = "default",
         timeout: float = 5.0,
         etcd: EtcdConfig | None = None,
+        path: str = "auto",
         near_cache_bytes: int = 0,
     ) -> None:
-        config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd)
+        config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd, path=path)
         router = Router()
         self._setup(config, router, AsyncDriver(config, router), near_cache_bytes)
 

@@ -185,8 +185,8 @@ class _Data:
         self.keys = [f"bench/{who}/{random.getrandbits(256):064x}" for _ in range(job.keys)]
         block = random.randbytes(job.size_bytes + len(self.keys))
         self.values = [memoryview(block)[i : i + job.size_bytes] for i in range(len(self.keys))]
-        self.buffers = [memoryview(bytearray(job.size_bytes)) for _ in range(4096 if not
-                        job.size_bytes else min(4096, max(64, (64 << 20) // job.size_bytes)))]  # fmt: skip
+        buffers = min(4096, max(64, (64 << 20) // max(1, job.size_bytes)))
+        self.buffers = [memoryview(bytearray(job.size_bytes)) for _ in range(buffers)]
 
     def store(self, kv: Client) -> None:
         step = max(1, min(256, (16 << 20) // max(1, len(self.values[0]))))

@@ -45,6 +45,7 @@ from p2pkv.routing import (
     Reply,
     Request,
     Router,
+    note_lost,
 )
 from p2pkv.transport import ClientSession, Link, new_client_id
 from p2pkv.wire import Kind, PutOptions
@@ -154,7 +155,9 @@ class Channel:
                 path.close()
                 if path in exchange.forgotten or not path.proven:
                     self._renew(peer)
-        return None if exchange.forgotten and len(paths) == 1 else answers
+        if exchange.forgotten and len(requests) == 1 and not requests[0].unsure:
+            return None
+        return answers
 
     def _renew(self, peer: Peer) -> None:
         """The data connection's token is not accepted: begin the session again."""
@@ -354,10 +357,18 @@ class _Exchange:
             del self.waiting[link]
 
     def _refused(self, link: Link, request_id: int, reply: Reply) -> bool:
-        """The peer refused the session itself, or has forgotten it."""
+        """The peer refused the session itself, or has forgotten it. True: that is dealt with."""
+        waiting = self.waiting[link]
         if reply.body.fault == wire.Fault.NO_SESSION:
-            waiting = {i: self.requests[index] for i, index in self.waiting[link].items()}
-            return link.renew(request_id, waiting)
+            index = waiting.get(request_id)
+            if index is None:  # of a request that was sent again under another number
+                return True
+            if self.requests[index].unsure:
+                return False
+            numbers = link.renew({i: self.requests[n] for i, n in waiting.items()})
+            for old, new in numbers.items():
+                waiting[new] = waiting.pop(old)
+            return bool(numbers)
         if request_id == 0:
             for index in self._all_of(link):
                 self.answers[index] = reply
@@ -438,18 +449,27 @@ class SocketDriver:
     def _drive(self, channel: Channel, operation: Operation[T]) -> T:
         result: Any = None
         try:
+            effect: Effect = operation.send(None)
             while True:
-                effect: Effect = operation.send(result)
-                result = None
-                if isinstance(effect, Exchange):
-                    result = channel.exchange(effect.requests, effect.deadline_ns)
-                elif isinstance(effect, Pause):
-                    time.sleep(effect.duration_ns / 1e9)
+                try:
+                    result = self._carry_out(channel, effect)
+                except P2PKVError as e:
+                    effect = operation.throw(e)
                 else:
-                    left = (effect.deadline_ns - time.monotonic_ns()) / 1e9
-                    result = discovery.find_blocking(self._config, max(left, 0.01))
+                    effect = operation.send(result)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
+
+    def _carry_out(self, channel: Channel, effect: Effect) -> Any:
+        if isinstance(effect, Exchange):
+            answers = channel.exchange(effect.requests, effect.deadline_ns)
+            note_lost(effect.requests, answers)
+            return answers
+        if isinstance(effect, Pause):
+            time.sleep(effect.duration_ns / 1e9)
+            return None
+        left = (effect.deadline_ns - time.monotonic_ns()) / 1e9
+        return discovery.find_blocking(self._config, max(left, 0.01))
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -500,7 +520,7 @@ class Client:
     been done; ForkedClient in a forked process. Batch calls raise BatchError, whose ``results``
     hold each key's outcome.
 
-    ``near_cache_bytes`` keeps values that were put with ``write_once`` in this process.
+    ``path``: how bytes travel (see ``ClientConfig``). ``near_cache_bytes`` keeps values that were put with ``write_once`` in this process.
     """
 
     def __init__(
@@ -511,9 +531,10 @@ class Client:
         cluster: str = "default",
         timeout: float = 5.0,
         etcd: EtcdConfig | None = None,
+        path: str = "auto",
         near_cache_bytes: int = 0,
     ) -> None:
-        config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd)
+        config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd, path=path)
         router = Router()
         self._setup(config, router, SocketDriver(config, router), near_cache_bytes)
 

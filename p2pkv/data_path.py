@@ -168,7 +168,7 @@ class DataExchange:
     def _send(self, path: DataPath, call: _Call, deadline_ns: int) -> None:
         request = call.request
         if not request.id:
-            request.id = next(path.session.numbers)
+            request.id = path.session.next_number()
         message = request
         if path.arena is not None:
             if request.kind == Kind.GET:
@@ -177,7 +177,7 @@ class DataExchange:
             elif request.kind == Kind.PUT and self._is_shared(path.arena, request.body):
                 put: Any = request.body
                 alloc = wire.Alloc(put.keys, put.sizes, put.options, True)
-                message = self._as(request, Kind.ALLOC, alloc, next(path.session.numbers))
+                message = self._as(request, Kind.ALLOC, alloc, path.session.next_number())
         self._waiting[path][message.id] = call
         path.link.send(message, deadline_ns)
         request.sent = True
@@ -233,7 +233,8 @@ class DataExchange:
     def _take(self, path: DataPath, call: _Call, reply: Reply, deadline_ns: int) -> None:
         if reply.kind == Kind.ERROR and reply.body.fault == wire.Fault.NO_SESSION:
             self.forgotten.add(path)
-            call.request.sent = False
+            if not call.request.unsure:
+                call.request.sent, call.request.id = False, 0
             self.answers[call.index] = reply
         elif reply.kind == Kind.ALLOCATED and call.request.kind == Kind.PUT:
             self._fill(path, call, reply.body, deadline_ns)

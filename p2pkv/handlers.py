@@ -505,9 +505,13 @@ class Handlers:
 
 
 class Filling:
-    """A put whose bytes are arriving. ``views`` is where they go, in the order of the payload."""
+    """A put whose bytes are arriving. ``views`` is where they go, in the order of the payload.
 
-    __slots__ = ("_handlers", "_made", "_request", "_session", "views")
+    Tokens keep the memory from being used for anything else until the bytes are there, even if
+    the bucket leaves meanwhile.
+    """
+
+    __slots__ = ("_handlers", "_items", "_made", "_request", "_session", "views")
 
     def __init__(
         self,
@@ -521,6 +525,8 @@ class Filling:
         self._session = session
         self._request = request
         self._made = made
+        self._items = [item for item in made if isinstance(item, Object)]
+        handlers.store.acquire_batch(self._items)
         arena = handlers.store.arena.view
         self.views = [
             arena[item.offset : item.offset + size]
@@ -533,8 +539,8 @@ class Filling:
         """All bytes are there."""
         self.views = []
         self._session.last_seen = now
-        items = [item for item in self._made if isinstance(item, Object)]
-        committed = iter(self._handlers.finish_put(items, now))
+        committed = iter(self._handlers.finish_put(self._items, now))
+        self._handlers.store.release_batch(self._items)
         statuses = [next(committed) if isinstance(m, Object) else m for m in self._made]
         response = _statuses(statuses)
         self._session.remember(self._request, response)
@@ -543,7 +549,8 @@ class Filling:
     def abort(self) -> None:
         """They will not come."""
         self.views = []
-        self._handlers.store.abort_batch([m for m in self._made if isinstance(m, Object)])
+        self._handlers.store.abort_batch(self._items)
+        self._handlers.store.release_batch(self._items)
 
 
 def _with_gaps(starts: Sequence[int], items: Sequence[Object | None]) -> list[int]:

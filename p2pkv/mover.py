@@ -138,7 +138,8 @@ class Mover:
                         moving.close()
                         raise Failed("etcd does not answer")
                     self._ownership.stop_serving(outgoing.bucket.id, effect.stopped)
-                elif isinstance(effect, Propose):
+                else:
+                    assert isinstance(effect, Propose)
                     result = await self._propose(effect.change)
                 if self._store.buckets.get(outgoing.bucket.id) is not outgoing.bucket:
                     moving.close()

@@ -433,7 +433,7 @@ class Node:
             return self._handlers.refuse(
                 Fault.CLUSTER, f"this is cluster {self.config.cluster!r}, not {body.cluster!r}"
             )
-        session = self._sessions.begin(session_id, body.member, now)
+        session = self._sessions.begin(session_id, body.member, now, body.used)
         if session is None:
             return self._handlers.refuse(
                 Fault.SESSIONS_MAX, f"sessions_max = {self.config.sessions_max} is reached"

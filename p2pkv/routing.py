@@ -16,7 +16,7 @@ import msgspec
 
 from p2pkv import wire
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
-from p2pkv.errors import ClusterMismatch, ProtocolError, Unreachable
+from p2pkv.errors import ClusterMismatch, P2PKVError, ProtocolError, Unreachable
 from p2pkv.outcomes import DEADLINE, PASSING_FAULTS, refusal
 from p2pkv.types import Member
 from p2pkv.wire import Kind
@@ -49,7 +49,7 @@ class Request:
     may have reached the peer. Until then the operation has certainly not run.
     """
 
-    __slots__ = ("body", "id", "kind", "payload", "sent", "sink", "to")
+    __slots__ = ("body", "id", "kind", "payload", "sent", "sink", "to", "unsure")
 
     def __init__(
         self, to: Peer, kind: Kind, body: wire.Body, payload: Sequence[wire.Buffer] = ()
@@ -60,6 +60,8 @@ class Request:
         self.payload = payload
         self.id = 0
         self.sent = False
+        self.unsure = False
+        """An earlier sending of it got no answer: it may have run. It keeps its ``id`` for ever."""
         self.sink: Sink | None = None
 
 
@@ -85,6 +87,13 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 Answer = Reply | Lost
+
+
+def note_lost(requests: Sequence[Request], answers: Sequence[Answer]) -> None:
+    """For drivers, after each exchange: which requests may have run without our knowing."""
+    for request, answer in zip(requests, answers, strict=True):
+        if isinstance(answer, Lost) and request.sent:
+            request.unsure = True
 
 
 class Exchange(msgspec.Struct, frozen=True):
@@ -258,7 +267,12 @@ class Context:
         peers.sort(key=lambda peer: -asked[peer] if peer in asked else -0.5)
         answered, newer = yield from self._ask_for_routes(peers[:ROUTES_PEERS_MAX])
         if not answered and not self.expired():
-            found: list[str] = yield Rediscover(self.deadline)
+            try:
+                found: list[str] = yield Rediscover(self.deadline)
+            except P2PKVError:
+                if table is None:  # nothing is under way yet; who asks learns what is wrong
+                    raise
+                found = []
             self.random.shuffle(found)
             _, newer = yield from self._ask_for_routes(found)
         return newer

@@ -150,8 +150,12 @@ class Sessions:
     def get(self, id: bytes) -> Session | None:
         return self._by_id.get(id)
 
-    def begin(self, id: bytes, member: Member | None, now: int) -> Session | None:
-        """The session of this id, new or known. None: there are too many."""
+    def begin(self, id: bytes, member: Member | None, now: int, used: int = 0) -> Session | None:
+        """The session of this id, new or known. None: there are too many.
+
+        ``used``: the client may have had writes up to this number answered in a session of this id
+        that is no longer known.
+        """
         session = self._by_id.get(id)
         if session is None:
             if len(self._by_id) >= self._max:
@@ -159,6 +163,7 @@ class Sessions:
                 if len(self._by_id) >= self._max:
                     return None
             session = self._by_id[id] = Session(id, member, self._answers_max, now)
+            session.forgotten = used
         session.member = member
         session.last_seen = now
         return session

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.backend import zmq_poll
 
@@ -79,11 +79,16 @@ class ClientSession:
     They go on over every link that shares it, as the peer knows a repeated write by its number.
     """
 
-    __slots__ = ("id", "numbers")
+    __slots__ = ("id", "used")
 
     def __init__(self, client_id: bytes) -> None:
         self.id = new_session(client_id)
-        self.numbers = itertools.count(1)
+        self.used = 0
+        """The highest number so far."""
+
+    def next_number(self) -> int:
+        self.used += 1
+        return self.used
 
 
 class Link:
@@ -121,7 +126,6 @@ class Link:
         """The peer's word on this session, once it is here."""
         self._ended = False
         self._first: list[Request] = []
-        self._repeated: set[int] = set()
         self._renewed_ns = -SECOND_NS
         try:
             socket.connect(self.endpoint)
@@ -132,26 +136,26 @@ class Link:
 
     def greet(self) -> None:
         """Begin the session (again)."""
-        self.socket.send(wire.encode(Kind.HELLO, 0, 0, self._hello))
+        hello = msgspec.structs.replace(self._hello, used=self.session.used)
+        self.socket.send(wire.encode(Kind.HELLO, 0, 0, hello))
 
-    def renew(self, request_id: int, waiting: Mapping[int, Request]) -> bool:
+    def renew(self, waiting: Mapping[int, Request]) -> dict[int, int]:
         """The peer has no session of ours (any more), as the refusal of a request says.
 
-        Begins it again and repeats all that waits, whose own refusals, still on their way, then
-        mean nothing. False: it was begun a moment ago, so the peer does not want us.
+        Begins it again and repeats all that waits and has not run, under new numbers: returns them
+        by the old ones. What may have run in the session that is gone is left to its own refusal.
+        Empty: it was begun a moment ago, so the peer does not want us.
         """
-        if request_id in self._repeated:
-            self._repeated.discard(request_id)
-            return True
         now = monotonic()
         if now - self._renewed_ns < SECOND_NS:
-            return False
+            return {}
         self._renewed_ns = now
-        self._repeated = set(waiting) - {request_id}
         self.greet()
-        for request in waiting.values():
+        again = {old: request for old, request in waiting.items() if not request.unsure}
+        for request in again.values():
+            request.id = 0
             self.send(request)
-        return True
+        return {old: request.id for old, request in again.items()}
 
     def reset(self) -> None:
         """Drop the connection and whatever waits in it; the next request connects anew.
@@ -180,7 +184,7 @@ class Link:
         if self.closed:
             self.open()
         if not request.id:
-            request.id = next(self.session.numbers)
+            request.id = self.session.next_number()
         head = wire.encode(request.kind, request.id, self.revision, request.body)
         if not send_frames(self.socket, (head,), request.payload):
             return False

@@ -336,15 +336,23 @@ class UcxEngine:
         for link in list(self._links.values()):
             link.close("the engine was closed")
         self._closing = True
+        try:
+            await self._drain()
+        finally:  # also when this is cancelled
+            self._loop.remove_reader(self._fd)
+            self._native = None
+            freed = self._loop.run_in_executor(None, self._regions.close, time.monotonic_ns())
+            self._forget()
+        if unfinished := await asyncio.shield(freed):
+            log.error("UCX did not finish %d batches before it was closed", unfinished)
+
+    async def _drain(self) -> None:
         deadline = self._loop.time() + self.config.drain_timeout_s
         while self._links and self._loop.time() < deadline:
             self._progress()
             await asyncio.sleep(0 if self._more[0] else 0.0005)
-        self._loop.remove_reader(self._fd)
-        self._native = None
-        unfinished = await asyncio.to_thread(self._regions.close, time.monotonic_ns())
-        if unfinished:
-            log.error("UCX did not finish %d batches before it was closed", unfinished)
+
+    def _forget(self) -> None:
         for link in self._links.values():
             link._abandon()
             link.gone()

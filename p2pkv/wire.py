@@ -147,6 +147,9 @@ class Hello(Body, frozen=True):
     cluster: Name
     member: Member | None = None
     """Set when a node speaks."""
+    used: Annotated[int, Limit(ge=0, lt=1 << 62)] = 0
+    """The highest request number that this session has used. If the node does not know the session
+    any more, a write up to it may have run, and is refused."""
 
 
 class Welcome(Body, frozen=True):

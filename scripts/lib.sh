@@ -62,6 +62,7 @@ make_venv() {
     if [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ]; then
         return
     fi
+    [ -w "$root" ] || die "$root must be writable: p2pkv is installed from it in place"
     say "making the environment $venv"
     rm -rf "$venv"
     mkdir -p "$(dirname "$venv")"

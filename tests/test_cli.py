@@ -55,6 +55,20 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> An
     return result
 
 
+COMMANDS: list[Command] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """A test that fails half-way leaves no process."""
+    before = len(COMMANDS)
+    yield
+    for command in COMMANDS[before:]:
+        if command.process.poll() is None:
+            command.end(signal.SIGTERM if "up" in command.process.args else signal.SIGKILL)
+    del COMMANDS[before:]
+
+
 class Command:
     """``p2pkv`` as a process; its lines of JSON can be waited for."""
 
@@ -70,6 +84,7 @@ class Command:
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
+        COMMANDS.append(self)
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
@@ -150,6 +165,7 @@ def test_help_does_not_import_what_is_slow() -> None:
         (["scan", "--limit", "0"], ["limit", "'0'", "a whole number from 1"]),
         (["scan", "--values"], ["--values", "needs --json"]),
         (["get", "k", "--timeout", "0"], ["timeout_s", "'0'", "> 0"]),
+        (["get", "k", "--path", "pigeon"], ["path", "'pigeon'", "auto|tcp|zmq"]),
         (["get", "k", "--etcd-endpoints", NOBODY, "--seeds", "tcp://a:1"], ["seeds", "not both"]),
         (["ring", "show", "--seeds", "tcp://127.0.0.1:1"], ["needs etcd", "--etcd-endpoints"]),
         (["bench", "--workloads", "dance"], ["workload", "'dance'", "must be one of"]),
@@ -214,7 +230,7 @@ def test_with_json_an_error_is_json_as_well() -> None:
 
 
 def options(**given: str | None) -> dict[str, str | None]:
-    names = ("etcd_endpoints", "seeds", "cluster", "timeout", "config")
+    names = ("etcd_endpoints", "seeds", "cluster", "timeout", "path", "config")
     return {name: given.get(name) for name in names}
 
 

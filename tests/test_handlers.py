@@ -667,6 +667,24 @@ def test_a_filled_put_is_refused_where_the_bucket_left_meanwhile(host: Host) -> 
     assert host.store.stats().allocated == 0
 
 
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_bytes_that_arrive_after_their_bucket_left_overwrite_nothing(host: Host, end: str) -> None:
+    key, other = host.keys_in(2, 1)[0], host.keys_in(1, 1)[0]
+    filling = begin(host, wire.Put([key], [MIB], PLAIN))
+    host.store.drop_bucket(2)
+    host.store.open_bucket(2)
+    while host.store.stats().free_bytes > MIB:
+        host.put({other: b"o" * (MIB // 2), b"%d" % host.store.stats().objects: b"o" * (MIB // 2)})
+    fill(filling, b"x" * MIB)
+    assert host.get(other) == [b"o" * (MIB // 2)]
+    if end == "finish":
+        assert list(answered(filling.finish(host.now), Kind.STATUSES).statuses) == [CONFLICT]
+    else:
+        filling.abort()
+    assert host.store.stats().retiring == 0
+    assert host.get(key) == [None]
+
+
 @pytest.mark.parametrize(
     ("body", "size"),
     [

@@ -681,6 +681,22 @@ async def test_engines_leave_no_descriptors_or_threads() -> None:
     assert threads_of_ucx() <= threads
 
 
+async def test_an_engine_whose_closing_is_cancelled_leaves_nothing(start: Start) -> None:
+    theirs, before = await start(), descriptors()
+    ours = Ours(4 * MiB)
+    transfer, _ = await big_write(ours, theirs, "node-7")
+    theirs.signal(signal.SIGSTOP)
+    closing = asyncio.create_task(ours.engine.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with suppress(asyncio.CancelledError):
+        await closing
+
+    with pytest.raises((PeerLost, TransferTimeout)):
+        await transfer
+    await until(lambda: descriptors() <= before)
+
+
 async def test_peers_that_come_and_go_leave_nothing(engines: Callable[..., Ours]) -> None:
     ours = engines(64 * KiB)
 

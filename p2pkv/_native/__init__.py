@@ -46,7 +46,6 @@ try:
     from p2pkv._native._core import ffi as _ffi
     from p2pkv._native._core import lib as _lib
 except ImportError as e:
-    _ffi = _lib = None
     _missing = str(e)
 else:
     if ABI != _lib.P2PKV_ABI:
@@ -63,6 +62,18 @@ def require() -> None:
             "Python's headers, then reinstall: pip install --force-reinstall --no-deps "
             "--no-binary p2pkv p2pkv (in a source tree: pip install -e .)"
         )
+
+
+class _Missing:
+    """In the place of the extension: each use says how to build it."""
+
+    def __getattr__(self, name: str) -> Any:
+        require()
+        raise AttributeError(name)
+
+
+if not available:
+    _ffi = _lib = _Missing()
 
 
 def _python_function(which: int, *types: type) -> Callable[..., Any]:
@@ -200,13 +211,15 @@ def send_some(fd: int, batch: Batch, start: int = 0) -> int:
 
     At most 1,024 pieces are taken, so that less than the rest may be no sign of a full socket.
     """
-    sent: int = _lib.p2pkv_send_some(fd, _sources(batch)._address, start)
+    pieces = _sources(batch)  # held by its name until the call is over
+    sent: int = _lib.p2pkv_send_some(fd, pieces._address, start)
     return sent
 
 
 def recv_some(fd: int, batch: Batch, start: int = 0) -> int:
     """One system call that does not wait: bytes received, or the error, negative."""
-    received: int = _lib.p2pkv_recv_some(fd, _targets(batch)._address, start)
+    pieces = _targets(batch)
+    received: int = _lib.p2pkv_recv_some(fd, pieces._address, start)
     return received
 
 

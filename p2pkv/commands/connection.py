@@ -23,6 +23,7 @@ def client_config(given: Mapping[str, Any]) -> ClientConfig:
         "seeds": given["seeds"],
         "cluster": given["cluster"],
         "timeout_s": given["timeout"],
+        "path": given["path"],
     }
     environ = dict(os.environ)
     if flags["seeds"] is not None:

@@ -28,12 +28,7 @@ def open_client(config: ClientConfig) -> Client:
     """A client for the options of a command. Raises ConfigError."""
     from p2pkv.client import Client
 
-    return Client(
-        seeds=config.seeds or None,
-        etcd=config.etcd,
-        cluster=config.cluster,
-        timeout=config.timeout_s,
-    )
+    return Client.from_config(config)
 
 
 def _key(text: str, is_hex: bool) -> bytes:

@@ -107,6 +107,11 @@ CONNECTION = [
         "Deadline of each operation. Default: 5.", "P2PKV_TIMEOUT_S",
     ),
     _connection(
+        "path", str | None, "--path", "auto|tcp|zmq",
+        "How bytes travel: by the best way there is, without shared memory, or by ZeroMQ alone. "
+        "Default: auto.", "P2PKV_PATH",
+    ),
+    _connection(
         "config", str | None, "--config", "FILE", "TOML file with the fields of ClientConfig.",
     ),
 ]  # fmt: skip
