@@ -170,11 +170,11 @@ def socket_ways(sock: socket.socket, count: int, size: int) -> dict[str, Step]:
         standard_recv(sock, views)
 
     def with_views() -> None:
-        native_send(sock, [ask(1)])
+        sock.sendall(ask(1))
         native_recv(sock, views)
 
     def with_pieces() -> None:
-        native_send(sock, [ask(1)])
+        sock.sendall(ask(1))
         native_recv(sock, pieces)
 
     def with_limit() -> None:
@@ -193,7 +193,7 @@ def socket_ways(sock: socket.socket, count: int, size: int) -> dict[str, Step]:
         sock.settimeout(None)
 
     def with_spin() -> None:
-        native_send(sock, [ask(1)])
+        sock.sendall(ask(1))
         native_recv(sock, pieces, SPIN_NS)
 
     return {

@@ -520,7 +520,8 @@ class Client:
     been done; ForkedClient in a forked process. Batch calls raise BatchError, whose ``results``
     hold each key's outcome.
 
-    ``path``: how bytes travel (see ``ClientConfig``). ``near_cache_bytes`` keeps values that were put with ``write_once`` in this process.
+    ``path``: how bytes travel (see ``ClientConfig``). ``near_cache_bytes`` keeps values that were
+    put with ``write_once`` in this process.
     """
 
     def __init__(

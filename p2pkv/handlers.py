@@ -408,7 +408,7 @@ class Handlers:
             if allocation is None:
                 statuses[i] = Status.CONFLICT
                 continue
-            complete = allocation.complete or (body.filled and bool(session.shared))
+            complete = allocation.complete or (body.filled and id in (session.shared or ()))
             status = self._may_commit(allocation.item, complete, now)
             if status:
                 statuses[i] = status

@@ -406,12 +406,15 @@ def test_detached_it_stays_until_down_and_a_second_one_is_refused() -> None:
     ready = command.line()
     assert command.end() == 0
     assert set(pids_of(ready)) == {"etcd", "n1", "n2"}
-    second = invoke(*arguments)
-    assert second.exit_code == 1
-    assert "runs here already" in second.stderr
-    assert invoke("put", "a", "1").exit_code == 0  # finds the cluster by itself
-    assert invoke("get", "a").stdout == "1"
-    assert json.loads(invoke("down", "--json").stdout)["stopped"]
+    try:
+        second = invoke(*arguments)
+        assert second.exit_code == 1
+        assert "runs here already" in second.stderr
+        assert invoke("put", "a", "1").exit_code == 0  # finds the cluster by itself
+        assert invoke("get", "a").stdout == "1"
+    finally:
+        stopped = invoke("down", "--json").stdout
+    assert set(json.loads(stopped)["stopped"]) == {"etcd", "n1", "n2"}
     assert all(gone(pid) for pid in pids_of(ready).values())
     assert invoke("down").exit_code == 3
 

@@ -8,8 +8,8 @@ from nodeside import LIMITS, MIB, MS, PLAIN, Host, S, answered, flat
 
 from p2pkv import ring, wire
 from p2pkv.arena import Arena
-from p2pkv.handlers import Handlers
-from p2pkv.objects import Pin
+from p2pkv.handlers import LOCATE_MIN, Handlers
+from p2pkv.objects import Pin, read_header
 from p2pkv.sessions import GAPS_MAX, TOKENS_MAX, Session
 from p2pkv.wire import Fault, Kind, PutOptions, Status
 
@@ -981,3 +981,83 @@ def test_a_failure_in_a_handler_is_not_an_answer(host: Host) -> None:
     )  # fmt: skip
     with pytest.raises(OSError, match="broken"):
         handlers.handle(host.session, Kind.ROUTES, 1, wire.Routes(0), (), 1)
+
+
+# -- for clients that have mapped the arena
+
+
+def test_a_get_that_locates_tells_where_large_values_lie_and_sends_the_small(host: Host) -> None:
+    large = bytes(range(256)) * (LOCATE_MIN // 256)
+    host.put({b"small": b"s" * (LOCATE_MIN - 1), b"large": large, b"huge": bytes(2 * MIB)})
+    host.put({b"once": large}, ONCE)
+    keys = [b"small", b"large", b"none", b"huge", b"once"]
+    response = host.ask(Kind.GET, wire.Get(keys, True, True))
+    body = answered(response, Kind.VALUES)
+    assert list(body.statuses) == [OK, OK, MISS, OK, OK]
+    assert body.sizes == [LOCATE_MIN - 1, LOCATE_MIN, 0, 2 * MIB, LOCATE_MIN]
+    assert body.once == b"\0\0\0\0\1"
+    assert [bool(o) for o in body.offsets] == [False, True, False, True, True]
+    for i in (1, 3, 4):
+        header = read_header(host.store.arena.view, body.offsets[i])
+        assert header is not None
+        assert (header.size, header.version) == (body.sizes[i], body.versions[i])
+    at = body.offsets[1]
+    assert bytes(host.store.arena.view[at : at + LOCATE_MIN]) == large
+    assert b"".join(flat(response[2])) == b"s" * (LOCATE_MIN - 1)
+
+
+def test_locating_leaves_what_is_refused_refused_and_says_nothing_if_all_are_there(
+    mixed: Mixed,
+) -> None:
+    host = mixed.host
+    host.put({mixed.keys[0]: bytes(LOCATE_MIN), mixed.keys[3]: bytes(LOCATE_MIN)})
+    body = answered(host.ask(Kind.GET, wire.Get(mixed.keys, False, True)), Kind.VALUES)
+    assert list(body.statuses) == MIXED_STATUSES
+    body = answered(host.ask(Kind.GET, wire.Get(mixed.keys[::3], False, True)), Kind.VALUES)
+    assert (body.statuses, body.once, all(body.offsets)) == (b"", b"", True)
+
+
+def shared_alloc(host: Host, key: bytes, size: int) -> tuple[int, int]:
+    body = wire.Alloc([key], [size], PLAIN, True)
+    made = answered(host.ask(Kind.ALLOC, body), Kind.ALLOCATED)
+    return made.ids[0], made.offsets[0]
+
+
+def test_memory_is_shared_over_data_connections_only(host: Host) -> None:
+    message = refused(host, Kind.ALLOC, wire.Alloc([b"k"], [10], PLAIN, True))
+    assert "data connections only" in message
+
+
+def test_shared_memory_is_filled_by_the_client_and_committed_as_filled(host: Host) -> None:
+    host.session.shared = {}
+    id, offset = shared_alloc(host, b"k", 3)
+    host.store.arena.view[offset : offset + 3] = b"abc"
+    assert host.statuses(Kind.COMMIT, wire.Commit([id], True)) == []
+    assert (host.get(b"k"), host.session.shared) == ([b"abc"], {})
+
+
+def test_shared_memory_is_used_for_nothing_else_until_the_client_lets_go(host: Host) -> None:
+    shared = host.session.shared = {}
+    key = host.keys_in(2, 1)[0]
+    id, _ = shared_alloc(host, key, 1000)
+    host.store.drop_bucket(2)
+    assert host.store.stats().retiring == 1
+    host.sessions.reap(host.now + 31 * S)
+    assert host.store.stats().retiring == 1
+    host.handlers.unshare(shared, [id, id + 1])
+    assert host.store.stats().retiring == 0
+    host.handlers.unshare(shared, [id])
+
+
+def test_an_aborted_shared_allocation_is_let_go(host: Host) -> None:
+    host.session.shared = {}
+    id, _ = shared_alloc(host, b"k", 1000)
+    assert host.statuses(Kind.ABORT, wire.Abort([id])) == []
+    assert (host.session.shared, host.store.stats().used_bytes) == ({}, 0)
+
+
+def test_what_is_not_shared_counts_as_filled_only_by_its_bytes(host: Host) -> None:
+    host.session.shared = {}
+    other, _ = shared_alloc(host, b"l", 3)
+    id = allocated(host, b"k", 3)
+    assert host.statuses(Kind.COMMIT, wire.Commit([id, other], True)) == [Status.INVALID, OK]

@@ -145,7 +145,7 @@ static void transfers(void) {
         int fds[2];
         pthread_t thread;
         pair(fds, mode & 1);
-        struct p2pkv_pieces *from = cut(3000, 1 << 20, 1), *to = cut(2000, 1 << 20, 0);
+        struct p2pkv_pieces *from = cut(3000, 1 << 18, 1), *to = cut(2000, 1 << 18, 0);
         struct sending sending = {fds[0], from};
         CHECK(pthread_create(&thread, NULL, send_everything, &sending) == 0);
         p2pkv_transfer got = receive(fds[1], to, 20 * (int64_t)SECOND, mode & 2 ? 20000 : 0);
