@@ -17,8 +17,9 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from p2pkv.buffers import address_of
 from p2pkv.errors import ConfigError
 
 SHM_DIRECTORY = "/dev/shm"
@@ -45,7 +46,7 @@ class Arena:
         self.size = len(mapping)
         os.pwrite(fd, self.proof, self.size)
         self.view = memoryview(mapping)
-        self.address = _address(self.view)
+        self.address = address_of(self.view)
         """Where byte 0 is mapped in this process. Not to be used after ``close``."""
         self.closed = False
 
@@ -95,7 +96,7 @@ class Arena:
             raise ValueError("the source buffer is not contiguous")
         if size >= BULK_BYTES:
             with self.view[offset : offset + size] as target:  # a close meanwhile waits for it
-                ctypes.memmove(_address(target), _address(view), size)
+                ctypes.memmove(address_of(target), address_of(view), size)
         elif size:
             self.view[offset : offset + size] = view.cast("B")
 
@@ -193,7 +194,7 @@ def _remove_unlocked(path: Path) -> bool:
 
 
 def _map(fd: int, size: int, huge_pages: bool, prefault: bool) -> mmap.mmap:
-    os.ftruncate(fd, size)
+    os.ftruncate(fd, size + PROOF_BYTES)
     mapping = mmap.mmap(fd, size)
     if huge_pages:
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -205,39 +206,3 @@ def _map(fd: int, size: int, huge_pages: bool, prefault: bool) -> mmap.mmap:
                 raise
             os.posix_fallocate(fd, 0, size)  # older kernels; and it says so if there is no room
     return mapping
-
-
-class _PyBuffer(ctypes.Structure):
-    """``Py_buffer`` of CPython's stable ABI (PEP 688 gives Python code no address)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get_buffer: Any = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
-_get_buffer.restype = ctypes.c_int
-_release_buffer: Any = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
-_release_buffer.restype = None
-
-
-def _address(view: memoryview) -> int:
-    """Where a contiguous buffer lies, read-only or not; valid as long as ``view`` is held."""
-    buffer = _PyBuffer()
-    _get_buffer(view, ctypes.byref(buffer), 0)
-    try:
-        return int(buffer.buf or 0)
-    finally:
-        _release_buffer(ctypes.byref(buffer))

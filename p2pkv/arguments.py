@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 from p2pkv.config import Limits
 from p2pkv.errors import InvalidArgument, TooLarge
+from p2pkv.memory import RegisteredMemory, is_place
+from p2pkv.parts import NOTHING, Parts
 
 Key = str | bytes
 
 TIMEOUT_S_MAX = 1e6
 TTL_S_MAX = 1e9
 
+OFFSET_MAX = (1 << 62) - 1
+
 _BYTES_ONLY = {bytes}
+_NOWHERE = RegisteredMemory()
 
 
 def encode_key(key: Key, limits: Limits) -> bytes:
@@ -82,11 +88,13 @@ def pairs_of(items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> tuple[list
         raise InvalidArgument("items: must be a mapping, or pairs of key and value") from None
 
 
-def view_of(value: Any, name: str = "value") -> memoryview:
-    """The bytes of any contiguous buffer. Raises InvalidArgument."""
+def view_of(value: Any, name: str = "value", memory: RegisteredMemory = _NOWHERE) -> memoryview:
+    """The bytes of any contiguous buffer, or at an (address, length). Raises InvalidArgument."""
     try:
         view = memoryview(value)
     except TypeError:
+        if is_place(value):
+            return memory.view(*value)
         raise InvalidArgument(
             f"{name}: must offer its bytes as a buffer, not {type(value).__name__}"
         ) from None
@@ -94,27 +102,76 @@ def view_of(value: Any, name: str = "value") -> memoryview:
         raise InvalidArgument(f"{name}: must be contiguous (C order)")
     if view.format == "B" and view.ndim == 1:
         return view
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
+    return view.cast("B") if view.nbytes else NOTHING
 
 
-def encode_value(value: Any, limits: Limits) -> memoryview:
+def encode_value(value: Any, limits: Limits, memory: RegisteredMemory = _NOWHERE) -> memoryview:
     """The bytes of a value. Raises InvalidArgument, TooLarge."""
     if isinstance(value, str):
         raise InvalidArgument("value: must be bytes or a buffer, not str; encode it first")
-    view = view_of(value)
+    view = view_of(value, "value", memory)
     if view.nbytes > limits.value_bytes_max:
-        raise TooLarge(
-            f"value: {view.nbytes} bytes, limit value_bytes_max = {limits.value_bytes_max}"
-        )
+        raise _value_length(view.nbytes, limits)
     return view
 
 
-def writable(buffer: Any) -> memoryview:
+def encode_parts(parts: Any, limits: Limits, memory: RegisteredMemory) -> Parts:
+    """The bytes of a value in one part or several. Raises InvalidArgument, TooLarge."""
+    if not _is_several(parts):
+        return encode_value(parts, limits, memory)
+    views = tuple([view_of(part, "part", memory) for part in parts])
+    size = sum(map(len, views))
+    if size > limits.value_bytes_max:
+        raise _value_length(size, limits)
+    return views
+
+
+def _value_length(size: int, limits: Limits) -> TooLarge:
+    return TooLarge(f"value: {size} bytes, limit value_bytes_max = {limits.value_bytes_max}")
+
+
+def _is_several(parts: Any) -> bool:
+    return isinstance(parts, (list, tuple)) and not is_place(parts)
+
+
+def writable(buffer: Any, memory: RegisteredMemory = _NOWHERE) -> memoryview:
     """The bytes of a buffer that a value can be copied into. Raises InvalidArgument."""
-    view = view_of(buffer, "buffer")
+    view = view_of(buffer, "buffer", memory)
     if view.readonly:
         raise InvalidArgument("buffer: must be writable")
     return view
+
+
+def encode_target(target: Any, memory: RegisteredMemory) -> Parts:
+    """The bytes of one writable buffer, or of several. Raises InvalidArgument."""
+    if _is_several(target):
+        return tuple([writable(part, memory) for part in target])
+    return writable(target, memory)
+
+
+def encode_range(offset: Any, length: Any) -> tuple[int, int]:
+    """First byte and number of bytes, -1 for None: up to the end. Raises InvalidArgument."""
+    start = _bytes("offset", offset)
+    return start, -1 if length is None else _bytes("length", length)
+
+
+def _bytes(name: str, value: Any) -> int:
+    if isinstance(value, Integral) and 0 <= int(value) <= OFFSET_MAX:
+        return int(value)
+    raise InvalidArgument(f"{name} = {value!r}: must be a whole number of bytes, 0 or more")
+
+
+def encode_ranges(ranges: Iterable[Any], count: int) -> tuple[list[int], list[int]]:
+    """Starts and lengths of ``count`` (offset, length) pairs. Raises InvalidArgument."""
+    try:
+        encoded = [encode_range(offset, length) for offset, length in ranges]
+    except (TypeError, ValueError) as e:
+        if isinstance(e, InvalidArgument):
+            raise
+        raise InvalidArgument("ranges: must be pairs of offset and length") from None
+    if len(encoded) != count:
+        raise InvalidArgument(f"ranges: {len(encoded)} for {count} keys")
+    return [start for start, _ in encoded], [length for _, length in encoded]
 
 
 def milliseconds(name: str, seconds: float) -> int:

@@ -8,6 +8,7 @@ the receiver checks it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -119,7 +120,8 @@ class EtcdAuthority:
     """The authority in etcd, below ``/p2pkv/<cluster>/``.
 
     ``on_superseded`` is called once, ``on_renewed`` whenever the session was lost and made anew,
-    both from the event loop. Raises ConfigError for a bad configuration. See Authority for the
+    both from the event loop. The session is renewed, and so ``contact_ns``, at least each
+    ``contact_every_s``. Raises ConfigError for a bad configuration. See Authority for the
     methods.
     """
 
@@ -132,6 +134,7 @@ class EtcdAuthority:
         rng: random.Random | None = None,
         on_superseded: Callable[[], None] = lambda: None,
         on_renewed: Callable[[], None] = lambda: None,
+        contact_every_s: float = math.inf,
     ) -> None:
         self._cluster = cluster
         self._keys = etcd_view.Keys(cluster)
@@ -146,6 +149,7 @@ class EtcdAuthority:
             self._rng,
             on_superseded,
             on_renewed,
+            contact_every_s,
         )
         self._node = NodeId("")
         self._campaigned: bytes = b""

@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from p2pkv import wire
-from p2pkv.errors import ProtocolError, TooLarge
+from p2pkv.errors import OutOfRange, ProtocolError, TooLarge
 from p2pkv.keyed import Keyed
 from p2pkv.outcomes import name_of
+from p2pkv.parts import Copy, Parts, cut, fill, flat, sizes_of
 from p2pkv.routing import Reply, Request
 from p2pkv.types import Member
 from p2pkv.wire import Kind, PutOptions, Status
 
 T = TypeVar("T")
 
-Copy = Callable[[memoryview, memoryview], None]
-"""Copies source into destination of the same length (arguments: destination, source)."""
-
-JOIN_MAX = 256 << 10
-"""Values up to here are joined into one frame."""
+Make = Callable[[int], memoryview]
+"""Gives writable memory of so many bytes, for one value."""
 
 _HIT_OR_MISS = bytes([Status.OK, Status.MISS])
 
@@ -37,7 +35,7 @@ def _check_number(name: str, got: int, keys: int) -> None:
 
 
 class GetBatch(Keyed):
-    """Values as bytes, or copied into buffers; then the results are sizes.
+    """Values as bytes, or copied into targets; then the results are sizes.
 
     ``large`` are the items whose values are larger than a message, ``once`` those that are
     write-once, where ``tell_once`` asked for it.
@@ -50,28 +48,37 @@ class GetBatch(Keyed):
         keys: Sequence[bytes],
         buckets: Sequence[int],
         copy: Copy,
-        buffers: Sequence[memoryview] | None = None,
+        targets: Sequence[Parts] | None = None,
         tell_once: bool = False,
     ) -> None:
         super().__init__(keys, buckets)
         self.copy = copy
-        self.buffers = buffers
+        self.targets = targets
+        self.rooms: Sequence[int] = () if targets is None else sizes_of(targets)
+        """Bytes of each target."""
         self.tell_once = tell_once
         self.large: list[int] = []
         self.once: list[int] = []
 
+    def body(self, items: Sequence[int]) -> wire.Get:
+        return wire.Get(self.keys_of(items), self.tell_once)
+
     def request(self, to: Member, items: Sequence[int]) -> Request:
-        request = Request(to, Kind.GET, wire.Get(self.keys_of(items), self.tell_once))
-        if self.buffers is not None:
-            request.sink = lambda body: self._targets(items, body)
+        request = Request(to, Kind.GET, self.body(items))
+        if self.targets is not None:
+            request.sink = lambda body: self.sink(items, body)
         return request
 
-    def _targets(self, items: Sequence[int], body: wire.Values) -> list[memoryview]:
+    def sink(self, items: Sequence[int], body: wire.Values) -> list[Parts]:
         """Where the values of an answer go; those that find no room go nowhere."""
         _check_number("values", len(body.sizes), len(items))
-        buffers = self.buffers or ()
+        targets, rooms = self.targets or (), self.rooms
         return [
-            buffers[i][:size] if size <= len(buffers[i]) else memoryview(bytearray(size))
+            targets[i]
+            if size == rooms[i]
+            else cut(targets[i], 0, size)
+            if size < rooms[i]
+            else memoryview(bytearray(size))
             for i, size in zip(items, body.sizes, strict=True)
         ]
 
@@ -80,52 +87,132 @@ class GetBatch(Keyed):
         _check_number("values", len(body.sizes), len(items))
         if body.statuses:
             _check_number("statuses", len(body.statuses), len(items))
+        self.check(items, body)
         done = items
         if body.statuses:
             done = [i for i, status in zip(items, body.statuses, strict=True) if not status]
         if reply.delivered:
-            self._take_sizes(done, _where_ok(body.sizes, body.statuses))
+            self.take_sizes(done, _where_ok(body.sizes, body.statuses))
         elif reply.values is not None:
             self.put_results(done, _where_ok(reply.values, body.statuses))
         else:
             views = wire.placed(reply.frames, body.sizes, body.starts)
-            self._take_views(done, _where_ok(views, body.statuses))
+            self.take_views(done, _where_ok(views, body.statuses))
         if body.once:
             _check_number("marks", len(body.once), len(items))
             self.once += [i for i, once in zip(items, body.once, strict=True) if once]
         return body.statuses
 
-    def _take_views(self, items: Sequence[int], views: Sequence[memoryview]) -> None:
-        if self.buffers is None:
-            self.put_results(items, [bytes(view) for view in views])
-        else:
-            self._take_into(items, views, self.buffers)
+    def check(self, items: Sequence[int], body: wire.Values) -> None:
+        """Raises ProtocolError for an answer to something else than what was asked."""
 
-    def _take_sizes(self, items: Sequence[int], sizes: Sequence[int]) -> None:
-        buffers = self.buffers or ()
+    def take_views(self, items: Sequence[int], views: Sequence[memoryview]) -> None:
+        """The values of ``items``, which are copied from here."""
+        if self.targets is None:
+            self.put_results(items, [bytes(view) for view in views])
+            return
+        results, copy, targets, rooms = self.results, self.copy, self.targets, self.rooms
+        for i, view in zip(items, views, strict=True):
+            size, room = len(view), rooms[i]
+            if size > room:
+                results[i] = no_room(self.keys[i], size, room)
+            else:
+                target = targets[i]
+                fill(target if size == room else cut(target, 0, size), view, copy)
+                results[i] = size
+
+    def take_sizes(self, items: Sequence[int], sizes: Sequence[int]) -> None:
+        """The values of ``items`` are where ``sink`` said."""
+        rooms = self.rooms
         fits = [
-            size if size <= len(buffers[i]) else no_room(self.keys[i], size, len(buffers[i]))
+            size if size <= rooms[i] else no_room(self.keys[i], size, rooms[i])
             for i, size in zip(items, sizes, strict=True)
         ]
         self.put_results(items, fits)
-
-    def _take_into(
-        self, items: Sequence[int], views: Sequence[memoryview], buffers: Sequence[memoryview]
-    ) -> None:
-        results, copy = self.results, self.copy
-        for i, view in zip(items, views, strict=True):
-            size, buffer = len(view), buffers[i]
-            if size > len(buffer):
-                results[i] = no_room(self.keys[i], size, len(buffer))
-            else:
-                copy(buffer[:size], view)
-                results[i] = size
 
     def settle(self, item: int, status: int) -> None:
         if status == Status.LARGE:
             self.large.append(item)
         elif status != Status.MISS:
             super().settle(item, status)
+
+
+class GetRanges(GetBatch):
+    """A range of each value: ``lengths[i]`` bytes from ``starts[i]``; -1: up to its end."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        buckets: Sequence[int],
+        copy: Copy,
+        targets: Sequence[Parts] | None,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        super().__init__(keys, buckets, copy, targets)
+        self.starts = starts
+        self.lengths = lengths
+        self.totals: dict[int, int] = {}
+        """Sizes of the values that are too small."""
+
+    def body(self, items: Sequence[int]) -> wire.Get:
+        starts, lengths = [self.starts[i] for i in items], [self.lengths[i] for i in items]
+        return wire.Get(self.keys_of(items), False, False, starts, lengths)
+
+    def check(self, items: Sequence[int], body: wire.Values) -> None:
+        totals = body.totals
+        _check_number("sizes of values", len(totals), len(items))
+        statuses = body.statuses or bytes(len(items))
+        for i, status, size, total in zip(items, statuses, body.sizes, totals, strict=True):
+            start, length = self.starts[i], self.lengths[i]
+            if status == Status.RANGE:
+                self.totals[i] = total
+            elif not status and (
+                size != (total - start if length < 0 else length) or start + size > total
+            ):
+                raise ProtocolError(
+                    f"{size} bytes from {start} of {total}, where {length} were asked for"
+                )
+
+    def settle(self, item: int, status: int) -> None:
+        if status == Status.RANGE:
+            self.results[item] = out_of_range(
+                self.keys[item], self.starts[item], self.lengths[item], self.totals[item]
+            )
+        else:
+            super().settle(item, status)
+
+
+class GetFresh(GetBatch):
+    """Values in memory that ``make`` gives once their size is known: the results."""
+
+    def __init__(
+        self, keys: Sequence[bytes], buckets: Sequence[int], copy: Copy, make: Make, size_max: int
+    ) -> None:
+        super().__init__(keys, buckets, copy, ())
+        self.make = make
+        self.size_max = size_max
+        self.made: dict[int, memoryview] = {}
+
+    def sink(self, items: Sequence[int], body: wire.Values) -> list[Parts]:
+        _check_number("values", len(body.sizes), len(items))
+        statuses = body.statuses or bytes(len(items))
+        for i, status, size in zip(items, statuses, body.sizes, strict=True):
+            self.made[i] = self._memory(0 if status else size)
+        return [self.made[i] for i in items]
+
+    def _memory(self, size: int) -> memoryview:
+        if size > self.size_max:
+            raise ProtocolError(f"a value of {size} bytes is over value_bytes_max")
+        return self.make(size)
+
+    def take_views(self, items: Sequence[int], views: Sequence[memoryview]) -> None:
+        for i, view in zip(items, views, strict=True):
+            target = self.results[i] = self._memory(len(view))
+            self.copy(target, view)
+
+    def take_sizes(self, items: Sequence[int], sizes: Sequence[int]) -> None:
+        self.put_results(items, [self.made[i] for i in items])
 
 
 def _where_ok(values: Sequence[T], statuses: bytes) -> list[T]:
@@ -139,6 +226,14 @@ def no_room(key: bytes, size: int, room: int) -> TooLarge:
     return TooLarge(f"{name_of(key)}: its value of {size} bytes does not fit the buffer of {room}")
 
 
+def out_of_range(key: bytes, start: int, length: int, size: int) -> OutOfRange:
+    """The exception for a range that is not within the value."""
+    wanted = "up to the end" if length < 0 else f"{length} bytes"
+    return OutOfRange(
+        f"{name_of(key)}: {wanted} from byte {start} are not within its value of {size} bytes", size
+    )
+
+
 class PutBatch(Keyed):
     """Results: 1 for each stored key, 0 where ``if_absent`` found one."""
 
@@ -149,23 +244,21 @@ class PutBatch(Keyed):
         self,
         keys: Sequence[bytes],
         buckets: Sequence[int],
-        values: Sequence[memoryview],
+        values: Sequence[Parts],
         options: PutOptions,
-        join_max: int = JOIN_MAX,
     ) -> None:
         super().__init__(keys, buckets)
         self.values = values
-        self.sizes: list[int] = [len(v) for v in values]
+        self.sizes: list[int] = sizes_of(values)
         self.options = options
-        self.join_max = join_max
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
         keys, sizes, values = self.keys, self.sizes, self.values
         if len(items) == len(keys):
             body = wire.Put(list(keys), list(sizes), self.options)
-            return Request(to, Kind.PUT, body, gather(values, self.join_max))
+            return Request(to, Kind.PUT, body, _payload(values))
         body = wire.Put(self.keys_of(items), [sizes[i] for i in items], self.options)
-        return Request(to, Kind.PUT, body, gather([values[i] for i in items], self.join_max))
+        return Request(to, Kind.PUT, body, _payload([values[i] for i in items]))
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = expect(reply, Kind.STATUSES)
@@ -179,21 +272,9 @@ class PutBatch(Keyed):
             super().settle(item, status)
 
 
-def gather(values: Sequence[memoryview], join_max: int = JOIN_MAX) -> list[wire.Buffer]:
-    """Payload frames: small values joined (a frame costs more than the copy), large ones alone."""
-    frames: list[wire.Buffer] = []
-    small: list[memoryview] = []
-    for value in values:
-        if len(value) <= join_max:
-            small.append(value)
-            continue
-        if small:
-            frames.append(b"".join(small))
-            small = []
-        frames.append(value)
-    if small:
-        frames.append(b"".join(small))
-    return [frame for frame in frames if frame]
+def _payload(values: Sequence[Parts]) -> list[memoryview]:
+    pieces = flat(values)
+    return pieces if all(pieces) else [piece for piece in pieces if piece]
 
 
 class FlagBatch(Keyed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 OFF_GIL_MIN = 256 << 10
 """From here on a copy takes longer than giving the GIL away and taking it back."""
@@ -55,3 +56,39 @@ class Lending:
 
         lent[mark] = weakref.ref(view, returned)
         return view
+
+
+class _PyBuffer(ctypes.Structure):
+    """``Py_buffer`` of CPython's stable ABI (PEP 688 gives Python code no address)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer: Any = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_get_buffer.restype = ctypes.c_int
+_release_buffer: Any = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
+_release_buffer.restype = None
+
+
+def address_of(view: memoryview) -> int:
+    """Where a contiguous buffer lies, read-only or not; valid as long as ``view`` is held."""
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), 0)
+    try:
+        return int(buffer.buf or 0)
+    finally:
+        _release_buffer(ctypes.byref(buffer))

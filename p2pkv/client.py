@@ -179,15 +179,16 @@ class Channel:
     def _connect(self, peer: Peer) -> DataPath | None:
         """The data path to a peer that has welcomed us."""
         link = self._links.get(peer)
-        if isinstance(peer, str) or link is None or link.welcome is None:
+        if isinstance(peer, str) or link is None or self._config.path == "zmq":
             return None
-        if self._config.path == "zmq":
+        welcome = link.fresh_welcome()
+        if welcome is None:
             return None
         if time.monotonic() < self._no_data_before.get(peer, 0.0):
             return None
         try:
             shared = self._config.path == "auto"
-            path = DataPath(link.welcome, self._session, self._config.limits, shared)
+            path = DataPath(welcome, self._session, self._config.limits, shared)
         except (OSError, ValueError):
             self._no_data_before[peer] = time.monotonic() + NO_DATA_S
             return None
@@ -512,8 +513,9 @@ class Client:
 
     Give ``etcd_endpoints`` (or ``etcd=EtcdConfig(...)`` for TLS and passwords), or ``seeds``: the
     control endpoints of some nodes. Keys are str (UTF-8) or bytes, 1 to 1,024 bytes; values are
-    any contiguous buffer of 0 bytes to ``value_bytes_max`` (default 1 GiB). Every call takes
-    ``timeout`` in seconds (default: the client's, 5.0).
+    any contiguous buffer of 0 bytes to ``value_bytes_max`` (default 1 GiB). Wherever a buffer is
+    taken, so is an ``(address, length)`` in memory that was given to ``register_buffer``. Every
+    call takes ``timeout`` in seconds (default: the client's, 5.0).
 
     Raises, besides what each call names: InvalidArgument and TooLarge before anything is sent;
     Unreachable, DeadlineExceeded, Stalled at the deadline; Indeterminate for a write that may have
@@ -584,12 +586,35 @@ class Client:
             return self.batch_get((key,), timeout=timeout)[0]
         return self._driver.run(self._ops.get(key, timeout))
 
-    def get_into(self, key: Key, buffer: Any, *, timeout: float | None = None) -> int | None:
+    def put_from(self, key: Key, parts: Any, *, if_absent: bool = False, write_once: bool = False,
+                 soft_pin: bool = False, hard_pin: bool = False, ttl: float | None = None,
+                 timeout: float | None = None) -> int:  # fmt: skip
+        """``put`` of a value that lies in several buffers, one after the other: they are gathered.
+
+        ``parts``: a sequence of contiguous buffers or ``(address, length)`` pairs, or one of them.
+        """
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        self._forget((key,))
+        return self._driver.run(self._ops.put_from(key, parts, options, timeout))
+
+    def get_into(self, key: Key, target: Any, *, offset: int = 0, length: int | None = None,
+                 timeout: float | None = None) -> int | None:  # fmt: skip
         """Copy the value into a writable buffer. Returns its size, or None if it is not there.
 
-        Raises TooLarge if the buffer is smaller than the value; the buffer is unchanged then.
+        ``target`` may be a sequence of buffers, which are filled one after the other (scattered).
+        With ``offset`` and ``length`` (None: up to the end) only these bytes of the value come.
+        Raises TooLarge if the target is smaller than what comes, and OutOfRange, with the value's
+        size, for bytes beyond its end; the target is unchanged then.
         """
-        return self._driver.run(self._ops.get_into(key, buffer, timeout))
+        return self._driver.run(self._ops.get_into(key, target, timeout, offset, length))
+
+    def get_range(self, key: Key, offset: int, length: int | None = None, *,
+                  timeout: float | None = None) -> bytes | None:  # fmt: skip
+        """``length`` bytes of the value from ``offset`` on (None: up to the end), or None: no key.
+
+        Raises OutOfRange, with the value's size, for bytes beyond its end.
+        """
+        return self._driver.run(self._ops.get_range(key, offset, length, timeout))
 
     def exists(self, key: Key, *, timeout: float | None = None) -> bool:
         """Whether the key is there. Neither pins it nor counts as a use."""
@@ -639,11 +664,31 @@ class Client:
             return self._driver.run(self._ops.batch_get(keys, timeout))
         return self._driver.run(near_batch_get(self._ops, self._near, list(keys), timeout))
 
-    def batch_get_into(
-        self, keys: Iterable[Key], buffers: Sequence[Any], *, timeout: float | None = None
-    ) -> list[int | None]:
-        """``get_into`` of many: one buffer for each key. Returns sizes; None for a miss."""
-        return self._driver.run(self._ops.batch_get_into(keys, buffers, timeout))
+    def batch_put_from(self, keys: Iterable[Key], values: Iterable[Any], *,
+                       if_absent: bool = False, write_once: bool = False, soft_pin: bool = False,
+                       hard_pin: bool = False, ttl: float | None = None,
+                       timeout: float | None = None) -> list[int]:  # fmt: skip
+        """``put_from`` of many: the parts of each value. Returns the copies of each, in order."""
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        if self._near is not None:
+            keys = list(keys)
+            self._forget(keys)
+        return self._driver.run(self._ops.batch_put_from(keys, values, options, timeout))
+
+    def batch_get_into(self, keys: Iterable[Key], targets: Iterable[Any], *,
+                       ranges: Iterable[tuple[int, int | None]] | None = None,
+                       timeout: float | None = None) -> list[int | None]:  # fmt: skip
+        """``get_into`` of many: a buffer, or a sequence of them, for each key.
+
+        ``ranges``: an (offset, length) for each key; a key may come several times. Returns the
+        bytes that were copied for each; None for a miss.
+        """
+        return self._driver.run(self._ops.batch_get_into(keys, targets, timeout, ranges))
+
+    def batch_get_range(self, keys: Iterable[Key], ranges: Iterable[tuple[int, int | None]], *,
+                        timeout: float | None = None) -> list[bytes | None]:  # fmt: skip
+        """``get_range`` of many: an (offset, length) for each key."""
+        return self._driver.run(self._ops.batch_get_range(keys, ranges, timeout))
 
     def batch_exists(self, keys: Iterable[Key], *, timeout: float | None = None) -> list[bool]:
         """``exists`` of many."""
@@ -715,6 +760,24 @@ class Client:
     def stats(self, *, timeout: float | None = None) -> dict[str, wire.NodeStats]:
         """What each node says of itself, by ``node@boot``."""
         return self._driver.run(self._ops.stats(timeout))
+
+    # -- memory by address
+
+    def register_buffer(self, memory: Any, length: int | None = None) -> int:
+        """Let ``(address, length)`` pairs within this memory stand for buffers in all calls.
+
+        ``memory``: a contiguous buffer, which is kept until it is unregistered; or the address of
+        ``length`` bytes, which must stay there until then. Read-only memory can only be put from.
+        Returns the address. Pairs that lie in no registered memory are refused (InvalidArgument).
+        """
+        return self._ops.memory.register(memory, length)
+
+    def unregister_buffer(self, memory: Any) -> None:
+        """Let go of registered memory, given as before or by its address.
+
+        No call may be using it. Raises InvalidArgument if it is not registered.
+        """
+        self._ops.memory.unregister(memory)
 
     # -- life
 

@@ -5,6 +5,8 @@
     P2PKVError
     ├── InvalidArgument (ValueError)  bad input; nothing was sent
     │   ├── TooLarge                  a key, value, batch or message over its limit
+    │   ├── OutOfRange (IndexError)   a byte range reaches beyond the value; ``size`` is the value's
+    │   ├── TensorMismatch            what is stored is not the tensor that was asked for
     │   └── ConfigError               a configuration field; names field, value and what is allowed
     ├── Miss (KeyError)               the key is not there (pin, unpin, expire, kv[key])
     ├── Unreachable (ConnectionError) no owner could be asked before the deadline
@@ -18,6 +20,7 @@
     ├── ProtocolError                 a peer does not speak this protocol or version
     ├── ClusterMismatch               the cluster was created with other fixed parameters
     ├── AuthorityUnavailable          etcd does not answer
+    ├── DeviceError (RuntimeError)    a GPU's driver refused a copy
     ├── ForkedClient / ClosedClient   the client cannot be used here / any more
     └── BatchError                    some keys of a batch failed; ``results`` has each outcome
 
@@ -46,6 +49,18 @@ class InvalidArgument(P2PKVError, ValueError):
 
 class TooLarge(InvalidArgument):
     """A key, value, batch or message is over its limit."""
+
+
+class OutOfRange(InvalidArgument, IndexError):
+    """A range of bytes reaches beyond the value, which has ``size`` bytes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.size: int = args[1] if len(args) > 1 else 0
+
+
+class TensorMismatch(InvalidArgument):
+    """The stored value is no tensor, or has another dtype or shape; the message names both."""
 
 
 class ConfigError(InvalidArgument):
@@ -100,6 +115,10 @@ class ClusterMismatch(P2PKVError):
 
 class AuthorityUnavailable(P2PKVError):
     """etcd gave no definite answer before the deadline."""
+
+
+class DeviceError(P2PKVError, RuntimeError):
+    """The GPU's driver refused; the message has its reason."""
 
 
 class ForkedClient(P2PKVError, RuntimeError):

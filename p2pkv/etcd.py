@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -285,13 +286,20 @@ class EtcdClient:
         answer, _ = await self._retry(attempt, total_s)
         return max(0, answer.TTL)
 
-    async def hold(self, lease: Lease, alive: Callable[[int], None] = lambda _: None) -> None:
+    async def hold(
+        self,
+        lease: Lease,
+        alive: Callable[[int], None] = lambda _: None,
+        every_s: float = math.inf,
+    ) -> None:
         """Keep a lease alive; returns when etcd says that it is gone, and only then.
+
+        It is renewed after a third of its time, or after ``every_s`` if that is less.
 
         While etcd does not answer it goes on trying: the lease may have outlived the outage.
         ``alive`` is told, after each answer that shows the lease alive, when it was asked for.
         """
-        pause_s = lease.ttl_s / 3
+        pause_s = min(lease.ttl_s / 3, every_s)
         while True:
             await asyncio.sleep(pause_s * self._rng.uniform(0.8, 1.0))
             asked_ns = self._clock()
@@ -304,7 +312,7 @@ class EtcdClient:
             if ttl_s == 0:
                 return
             alive(asked_ns)
-            pause_s = ttl_s / 3
+            pause_s = min(ttl_s / 3, every_s)
 
     # -- watching
 

@@ -28,6 +28,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    # Its probes are pings, too, and would make the server end the connection.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
 ]

@@ -159,6 +159,11 @@ class EtcdServer:
     def pause(self) -> None:
         """SIGSTOP: the member keeps its connections and says nothing."""
         os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _stopped(self.pid):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} was not stopped")
+            time.sleep(0.005)
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -351,3 +356,9 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 __all__ = ["EtcdCluster", "EtcdServer", "TlsFiles", "find_etcd"]
+
+
+def _stopped(pid: int) -> bool:
+    """Whether every thread of a process stands still."""
+    states = (task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)

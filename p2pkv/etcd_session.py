@@ -50,6 +50,7 @@ class Session:
         rng: random.Random,
         on_superseded: Callable[[], None],
         on_renewed: Callable[[], None],
+        contact_every_s: float,
     ) -> None:
         self._client = client
         self._keys = keys
@@ -58,6 +59,7 @@ class Session:
         self._rng = rng
         self._on_superseded = on_superseded
         self._on_renewed = on_renewed
+        self._contact_every_s = contact_every_s
         self._changing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._node = NodeId("")
@@ -227,7 +229,7 @@ class Session:
         while not self.superseded and (lease := self._lease) is not None:
             try:
                 if lease is not lost:
-                    await self._client.hold(lease, self._alive)
+                    await self._client.hold(lease, self._alive, self._contact_every_s)
                     lost = lease
                 await self._restore(lease)
             except (P2PKVError, LeaseLost) as e:

@@ -14,6 +14,7 @@ from p2pkv.clock import MILLISECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
 from p2pkv.objects import Object, Pin
+from p2pkv.parts import Parts
 from p2pkv.payload import Payload
 from p2pkv.sessions import ALLOCS_MAX, TOKENS_MAX, Response, Session, Sessions
 from p2pkv.store import Store
@@ -151,6 +152,9 @@ class Handlers:
     # -- reading
 
     def _get(self, session: Session, body: wire.Get, frames: Frames, now: int) -> Response:
+        starts, lengths = len(body.starts), len(body.lengths)
+        if starts != lengths or starts not in (0, len(body.keys)):
+            raise ProtocolError(f"{starts} starts, {lengths} lengths for {len(body.keys)} keys")
         buckets, refused = self._admit(body.keys, now)
         if not refused:
             found = self.store.get_batch(buckets, body.keys, now)
@@ -169,6 +173,8 @@ class Handlers:
         body: wire.Get,
         refused: bytes = b"",
     ) -> Response:
+        if body.starts:
+            return self._ranges(session, found, body, refused)
         if body.locate and any(i is not None and i.size >= LOCATE_MIN for i in found):
             return self._located(session, found, body, refused)
         payload = Payload(self.store, session.packing, self.limits.message_bytes_max)
@@ -208,6 +214,42 @@ class Handlers:
         once = self._once(kept) if body.tell_once else b""
         status = bytes(statuses) if any(statuses) else b""
         values = wire.Values(status, sizes, starts, once, offsets, versions)
+        return Kind.VALUES, values, payload.finish()
+
+    def _ranges(
+        self, session: Session, found: Sequence[Object | None], body: wire.Get, refused: bytes
+    ) -> Response:
+        """As ``_values`` and ``_located``, with a part of each value."""
+        bound = self.limits.message_bytes_max
+        payload = Payload(self.store, session.packing, bound)
+        statuses = bytearray(refused or bytes(len(found)))
+        zeros = [0] * len(found)
+        sizes, offsets, versions, totals = zeros, zeros.copy(), zeros.copy(), zeros.copy()
+        sent = 0
+        for i, (item, start, length) in enumerate(
+            zip(found, body.starts, body.lengths, strict=True)
+        ):
+            if item is None:
+                statuses[i] = statuses[i] or Status.MISS
+                continue
+            totals[i] = item.size
+            size = item.size - start if length < 0 else length
+            if size < 0 or start + size > item.size:
+                statuses[i] = Status.RANGE
+            elif body.locate and size >= LOCATE_MIN:
+                sizes[i], offsets[i], versions[i] = size, item.offset, item.version
+            elif size > bound:
+                statuses[i] = Status.LARGE
+            elif sent + size > bound:
+                statuses[i] = Status.DEFERRED
+            else:
+                payload.add_part(item, start, size)
+                sizes[i] = size
+                sent += size
+        if not any(offsets):
+            offsets, versions = [], []
+        status = bytes(statuses) if any(statuses) else b""
+        values = wire.Values(status, sizes, [], b"", offsets, versions, totals)
         return Kind.VALUES, values, payload.finish()
 
     def _statuses_within(
@@ -294,10 +336,10 @@ class Handlers:
 
         return self._each(body.keys, now, run)
 
-    def _values_of(self, body: wire.Put, frames: Frames) -> list[memoryview]:
+    def _values_of(self, body: wire.Put, frames: Frames) -> list[Parts]:
         if len(body.sizes) != len(body.keys):
             raise ProtocolError(f"{len(body.sizes)} values for {len(body.keys)} keys")
-        values = wire.packed(frames, body.sizes)
+        values = wire.gathered(frames, body.sizes)
         self._check_sizes(body.sizes)
         return values
 
@@ -537,8 +579,12 @@ class Filling:
 
     def finish(self, now: int) -> Response:
         """All bytes are there."""
-        self.views = []
         self._session.last_seen = now
+        known = self._session.answers.get(self._request)
+        if known is not None:  # repeated on another connection, and run there meanwhile
+            self.abort()
+            return known
+        self.views = []
         committed = iter(self._handlers.finish_put(self._items, now))
         self._handlers.store.release_batch(self._items)
         statuses = [next(committed) if isinstance(m, Object) else m for m in self._made]

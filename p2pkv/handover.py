@@ -53,6 +53,10 @@ class Failed(Exception):
     """The attempt ended; the owner goes on serving."""
 
 
+class NotYet(Failed):
+    """The next owner has not seen yet that it is to be that; it will in a moment."""
+
+
 class Stop(msgspec.Struct, frozen=True):
     """Effect: stop serving the bucket, or serve it again."""
 
@@ -218,6 +222,8 @@ class Outgoing:
         if answer.kind != Kind.SNAPSHOT_ACK:
             raise Failed(f"{self.target} refused: {getattr(answer.body, 'message', answer.kind)}")
         ack: wire.SnapshotAck = answer.body
+        if ack.status in (Status.MOVING, Status.NOT_PRIMARY) and self._seq == 0:
+            raise NotYet(f"{self.target} does not know of it yet")
         if ack.status or ack.nonce != self._nonce or ack.seq != self._seq:
             raise Failed(f"{self.target} answered status {ack.status} to piece {self._seq}")
         self.dropped += ack.dropped

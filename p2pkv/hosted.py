@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from p2pkv.async_client import AsyncDriver
+from p2pkv.async_driver import AsyncDriver
 from p2pkv.client import Client
 from p2pkv.config import NodeConfig
 from p2pkv.errors import ClosedClient, ForkedClient

@@ -36,7 +36,6 @@ from p2pkv.outcomes import (
 from p2pkv.routing import (
     Answer,
     Context,
-    Exchange,
     Lost,
     Operation,
     Peer,
@@ -109,13 +108,15 @@ class _Sent:
 
 def keyed(ctx: Context, op: Keyed) -> Operation[None]:
     """Run a batch until each key has its outcome in ``op.results``."""
-    table = ctx.router.table or (yield from ctx.table())
+    table = ctx.router.table
+    if table is None or ctx.router.silent:
+        table = yield from ctx.table()
     run = _Run(op, ctx.limits)
     while True:
         sent = run.requests(table)
         answers: list[Answer] = []
         if sent:
-            answers = yield Exchange([s.request for s in sent], ctx.deadline)
+            answers = yield from ctx.exchange([s.request for s in sent])
         run.take(sent, answers)
         if not (run.pending or run.unanswered):
             return

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from p2pkv import wire
-from p2pkv.batches import CommitOne, Copy, expect, no_room
+from p2pkv.batches import CommitOne, Make, expect, no_room, out_of_range
 from p2pkv.clock import SECOND_NS
 from p2pkv.errors import Conflict, P2PKVError, ProtocolError
 from p2pkv.keyed import keyed
 from p2pkv.outcomes import DEADLINE, RETRY, error_of, gave_up, name_of
+from p2pkv.parts import Copy, Parts, cut, fill, flat, size_of
 from p2pkv.routing import Context, Exchange, Lost, Operation, Reply, Request, reason_of
 from p2pkv.types import Member
 from p2pkv.wire import Kind, PutOptions, Status
@@ -30,9 +31,19 @@ GOODBYE_TIMEOUT_NS = 1 * SECOND_NS
 
 
 def get_large(
-    ctx: Context, copy: Copy, key: bytes, bucket: int, buffer: memoryview | None
+    ctx: Context,
+    copy: Copy,
+    key: bytes,
+    bucket: int,
+    target: Parts | None,
+    start: int = 0,
+    length: int = -1,
+    make: Make | None = None,
 ) -> Operation[Any]:
-    """The value as bytes, or copied into ``buffer`` and its size. None: the key is not there."""
+    """``length`` bytes (-1: all) from ``start`` on. None: the key is not there.
+
+    As bytes; or copied into ``target``, and how many; or in the memory that ``make`` gave.
+    """
     while True:
         body = wire.Open([key])
         owner, opened = yield from _ask_owner(ctx, bucket, key, Kind.OPEN, body, Kind.OPENED)
@@ -41,26 +52,37 @@ def get_large(
             return None
         if status:
             raise error_of(status, key)
-        token, size = _only(opened.tokens), _only(opened.sizes)
-        if buffer is not None and size > len(buffer):
+        token, total = _only(opened.tokens), _only(opened.sizes)
+        if total > ctx.limits.value_bytes_max:
+            raise ProtocolError(f"{name_of(key)}: a value of {total} bytes is over value_bytes_max")
+        size = total - start if length < 0 else length
+        refusal: P2PKVError | None = None
+        if size < 0 or start + size > total:
+            refusal = out_of_range(key, start, length, total)
+        elif target is not None and size > size_of(target):
+            refusal = no_room(key, size, size_of(target))
+        if refusal is not None:
             yield from _goodbye(ctx, owner, Kind.RELEASE, wire.Release([token]))
-            raise no_room(key, size, len(buffer))
-        if size > ctx.limits.value_bytes_max:
-            raise ProtocolError(f"{name_of(key)}: a value of {size} bytes is over value_bytes_max")
-        target = memoryview(bytearray(size)) if buffer is None else buffer[:size]
-        failure = yield from _read_pieces(ctx, copy, owner, token, target)
+            raise refusal
+        if target is not None:
+            room = cut(target, 0, size)
+        else:
+            room = make(size) if make else memoryview(bytearray(size))
+        failure = yield from _read_pieces(ctx, copy, owner, token, start, room)
         yield from _goodbye(ctx, owner, Kind.RELEASE, wire.Release([token]))
         if not failure:
-            return bytes(target) if buffer is None else size
+            if target is not None:
+                return size
+            return room if make else bytes(flat([room])[0])
         yield from _begin_again(ctx, key, failure)
 
 
 def put_large(
-    ctx: Context, key: bytes, bucket: int, value: memoryview, options: PutOptions
+    ctx: Context, key: bytes, bucket: int, value: Parts, options: PutOptions
 ) -> Operation[int]:
     """1: stored. 0: ``if_absent`` found the key there."""
     while True:
-        body = wire.Alloc([key], [len(value)], options)
+        body = wire.Alloc([key], [size_of(value)], options)
         owner, made = yield from _ask_owner(ctx, bucket, key, Kind.ALLOC, body, Kind.ALLOCATED)
         status = _only_status(made.statuses)
         if status == Status.EXISTS:
@@ -86,15 +108,15 @@ def put_large(
 
 
 def _read_pieces(
-    ctx: Context, copy: Copy, owner: Member, token: int, target: memoryview
+    ctx: Context, copy: Copy, owner: Member, token: int, first: int, target: Parts
 ) -> Operation[str]:
-    """Fill ``target``. Returns why that failed, or nothing."""
-    size = len(target)
+    """Fill ``target`` from byte ``first`` on. Returns why that failed, or nothing."""
+    size = size_of(target)
     piece = ctx.limits.message_bytes_max // PIECES_PER_MESSAGE
     starts = range(0, size, piece)
     for wave in range(0, len(starts), WAVE):
         part = [(at, min(piece, size - at)) for at in starts[wave : wave + WAVE]]
-        requests = [Request(owner, Kind.READ, wire.Read(token, at, n)) for at, n in part]
+        requests = [Request(owner, Kind.READ, wire.Read(token, first + at, n)) for at, n in part]
         answers = yield from ctx.exchange(requests)
         for (at, n), answer in zip(part, answers, strict=True):
             if isinstance(answer, Lost) or answer.kind == Kind.ERROR:
@@ -105,20 +127,20 @@ def _read_pieces(
             view = _only(wire.packed(answer.frames, body.sizes))
             if len(view) != n:
                 raise ProtocolError(f"{len(view)} bytes for a read of {n}")
-            copy(target[at : at + n], view)
+            fill(cut(target, at, n), view, copy)
     return ""
 
 
-def _write_pieces(
-    ctx: Context, owner: Member, allocation: int, value: memoryview
-) -> Operation[str]:
+def _write_pieces(ctx: Context, owner: Member, allocation: int, value: Parts) -> Operation[str]:
     """Fill the allocation. Returns why that failed, or nothing."""
     piece = ctx.limits.message_bytes_max // PIECES_PER_MESSAGE
-    starts = range(0, len(value), piece)
+    size = size_of(value)
+    starts = range(0, size, piece)
     for wave in range(0, len(starts), WAVE):
         requests = [
-            Request(owner, Kind.WRITE, wire.Write(allocation, at), [value[at : at + piece]])
+            Request(owner, Kind.WRITE, wire.Write(allocation, at), flat([part]))
             for at in starts[wave : wave + WAVE]
+            if (part := cut(value, at, min(piece, size - at)))
         ]
         for answer in (yield from ctx.exchange(requests)):
             if isinstance(answer, Lost) or answer.kind == Kind.ERROR:

@@ -9,11 +9,11 @@ from random import Random
 from typing import Any
 
 from p2pkv import clock
-from p2pkv.async_client import AsyncDriver
+from p2pkv.async_driver import AsyncDriver
 from p2pkv.authority import Authority
 from p2pkv.config import NodeConfig
 from p2pkv.errors import AuthorityUnavailable
-from p2pkv.handover import PIECE_BYTES, PIECE_KEYS, Failed, Outgoing, Propose, Stop
+from p2pkv.handover import PIECE_BYTES, PIECE_KEYS, Failed, NotYet, Outgoing, Propose, Stop
 from p2pkv.ownership import Ownership
 from p2pkv.records import BucketChange
 from p2pkv.routing import Exchange, Pause
@@ -23,6 +23,8 @@ from p2pkv.types import BucketId, Member
 log = logging.getLogger("p2pkv.mover")
 
 CHECK_INTERVAL_S = 0.5
+EARLY_S = 0.02
+EARLY_MAX = 100
 RETRY_FIRST_S = 0.2
 RETRY_LAST_S = 5.0
 CONTACT_MAX_NS = 1 * clock.SECOND_NS
@@ -54,6 +56,7 @@ class Mover:
         self._running: dict[BucketId, asyncio.Task[None]] = {}
         self._failures: dict[BucketId, int] = {}
         self._not_before: dict[BucketId, int] = {}
+        self._early: dict[BucketId, int] = {}
         self.moved_total = 0
         self.moved_bytes_total = 0
         self.failed_total = 0
@@ -71,22 +74,29 @@ class Mover:
         async with asyncio.TaskGroup() as group:
             while True:
                 self._wanted.clear()
-                self._start_some(group)
+                pause_s = self._start_some(group)
                 try:
-                    async with asyncio.timeout(CHECK_INTERVAL_S):
+                    async with asyncio.timeout(pause_s):
                         await self._wanted.wait()
                 except TimeoutError:
                     continue
 
-    def _start_some(self, group: asyncio.TaskGroup) -> None:
+    def _start_some(self, group: asyncio.TaskGroup) -> float:
+        """Start what may start now. Returns the seconds after which to look again."""
         now = clock.monotonic()
+        look_ns = now + clock.seconds(CHECK_INTERVAL_S)
         for bucket, target in self._ownership.departures():
             if len(self._running) >= self._config.moves_max:
-                return
-            if bucket in self._running or self._not_before.get(bucket, 0) > now:
+                break
+            if bucket in self._running:
+                continue
+            not_before = self._not_before.get(bucket, 0)
+            if not_before > now:
+                look_ns = min(look_ns, not_before)
                 continue
             outgoing = self._outgoing(bucket, target)
             self._running[bucket] = group.create_task(self._move(bucket, outgoing))
+        return max(0.001, (look_ns - now) / 1e9)
 
     def _outgoing(self, bucket: BucketId, target: Member) -> Outgoing:
         limits = self._config.limits
@@ -107,13 +117,27 @@ class Mover:
                 self.moved_total += 1
                 self.moved_bytes_total += outgoing.sent_bytes
                 self._failures.pop(bucket, None)
+                self._early.pop(bucket, None)
                 self._not_before.pop(bucket, None)
+        except NotYet as e:
+            self._wait_for_target(bucket, e)
         except Failed as e:
             self._postpone(bucket)
             log.info("bucket %d stays for now: %s", bucket, e)
         finally:
             del self._running[bucket]
             self._wanted.set()
+
+    def _wait_for_target(self, bucket: BucketId, reason: NotYet) -> None:
+        """The watch of the next owner is behind ours, by milliseconds usually."""
+        tries = self._early[bucket] = self._early.get(bucket, 0) + 1
+        if tries > EARLY_MAX:
+            self._early.pop(bucket)
+            self._postpone(bucket)
+            log.info("bucket %d stays for now: %s", bucket, reason)
+            return
+        wait = clock.seconds(self._random.uniform(EARLY_S / 2, EARLY_S))
+        self._not_before[bucket] = clock.monotonic() + wait
 
     def _postpone(self, bucket: BucketId) -> None:
         self.failed_total += 1

@@ -20,7 +20,8 @@ import zmq
 
 from p2pkv import clock, ring, wire
 from p2pkv.arena import Arena
-from p2pkv.async_client import AsyncClient, AsyncDriver
+from p2pkv.async_client import AsyncClient
+from p2pkv.async_driver import AsyncDriver
 from p2pkv.authority import Authority, EtcdAuthority
 from p2pkv.buffers import Lending, Run
 from p2pkv.config import ClientConfig, NodeConfig
@@ -46,6 +47,8 @@ from p2pkv.wire import Fault, Kind
 log = logging.getLogger("p2pkv.node")
 
 HOUSEKEEPING_S = 0.1
+CONTACTS_PER_LIMIT = 4
+"""So often a contact with etcd is made within ``peer_contact_s``, for others to know of it."""
 PLAN_INTERVAL_S = 0.5
 PLAN_PAUSE_S = 0.05
 """Between two rounds of planning that follow each other."""
@@ -134,6 +137,7 @@ class Node:
             config.cluster,
             on_superseded=self._stopping.set,
             on_renewed=self._renewed.set,
+            contact_every_s=config.peer_contact_s / CONTACTS_PER_LIMIT,
         )
         await authority.open()
         try:

@@ -15,18 +15,23 @@ from p2pkv.arguments import (
     Key,
     encode_key,
     encode_keys,
+    encode_parts,
     encode_prefix,
+    encode_range,
+    encode_ranges,
+    encode_target,
     encode_value,
     milliseconds,
     nanoseconds,
     pairs_of,
-    writable,
 )
-from p2pkv.batches import JOIN_MAX, Copy, FlagBatch, GetBatch, MatchBatch, PutBatch
+from p2pkv.batches import FlagBatch, GetBatch, GetFresh, GetRanges, Make, MatchBatch, PutBatch
 from p2pkv.config import ClientConfig
 from p2pkv.errors import BatchError, InvalidArgument, Miss, P2PKVError
 from p2pkv.keyed import keyed
+from p2pkv.memory import RegisteredMemory
 from p2pkv.outcomes import name_of
+from p2pkv.parts import Copy, Parts, sizes_of
 from p2pkv.routing import Context, Operation, Reply, Request, Router
 from p2pkv.scanning import ScanCursor
 from p2pkv.wire import Kind, PutOptions, Status
@@ -35,7 +40,9 @@ _MISS = bytes([Status.MISS])
 
 
 class Operations:
-    """Builds the generator of each call. One per client; has no state but the ring."""
+    """Builds the generator of each call. One per client; has no state but the ring and ``memory``,
+    the pools in which an ``(address, length)`` may stand for a buffer.
+    """
 
     def __init__(
         self,
@@ -51,7 +58,7 @@ class Operations:
         self.random = random
         self.copy = copy
         self.router = router or Router()
-        self.join_max = JOIN_MAX
+        self.memory = RegisteredMemory()
         self._timeout_ns = nanoseconds("timeout_s", config.timeout_s)
 
     def context(self, timeout: float | None) -> Context:
@@ -76,7 +83,7 @@ class Operations:
 
     def _quick_get(self, ctx: Context, key: bytes) -> Operation[Reply | None]:
         """The usual answers to a get of one key: a hit in one frame, or a miss. Else None."""
-        table = self.router.table
+        table = None if self.router.silent else self.router.table
         owner = table.owner(ring.bucket_of(key, table.bucket_count)) if table else None
         if owner is None:
             return None
@@ -90,12 +97,22 @@ class Operations:
         return None
 
     def get_into(
-        self, key: Key, buffer: Any, timeout: float | None = None
+        self,
+        key: Key,
+        target: Any,
+        timeout: float | None = None,
+        offset: int = 0,
+        length: int | None = None,
     ) -> Operation[int | None]:
-        data, target = encode_key(key, self.limits), [writable(buffer)]
-        results = yield from self._get(self.context(timeout), [data], target)
-        size: int | None = _single(results)
-        return size
+        data, targets = encode_key(key, self.limits), [encode_target(target, self.memory)]
+        ctx = self.context(timeout)
+        if offset == 0 and length is None:
+            results = yield from self._get(ctx, [data], targets)
+        else:
+            start, size = encode_range(offset, length)
+            results = yield from self._get_ranges(ctx, [data], targets, [start], [size])
+        copied: int | None = _single(results)
+        return copied
 
     def batch_get(
         self, keys: Iterable[Key], timeout: float | None = None
@@ -105,14 +122,56 @@ class Operations:
         return _batch(results)
 
     def batch_get_into(
-        self, keys: Iterable[Key], buffers: Iterable[Any], timeout: float | None = None
+        self,
+        keys: Iterable[Key],
+        targets: Iterable[Any],
+        timeout: float | None = None,
+        ranges: Iterable[Any] | None = None,
     ) -> Operation[list[int | None]]:
-        encoded = encode_keys(keys, self.limits)
-        targets = [writable(b) for b in buffers]
-        if len(targets) != len(encoded):
-            raise InvalidArgument(f"buffers: {len(targets)} for {len(encoded)} keys")
-        results = yield from self._get(self.context(timeout), encoded, targets)
+        encoded, memory = encode_keys(keys, self.limits), self.memory
+        views = [encode_target(t, memory) for t in targets]
+        if len(views) != len(encoded):
+            raise InvalidArgument(f"buffers: {len(views)} for {len(encoded)} keys")
+        if ranges is None:
+            results = yield from self._get(self.context(timeout), encoded, views)
+        else:
+            starts, lengths = encode_ranges(ranges, len(encoded))
+            results = yield from self._get_ranges(
+                self.context(timeout), encoded, views, starts, lengths
+            )
         return _batch(results)
+
+    def get_range(
+        self, key: Key, offset: int, length: int | None, timeout: float | None = None
+    ) -> Operation[bytes | None]:
+        data, (start, size) = encode_key(key, self.limits), encode_range(offset, length)
+        ctx = self.context(timeout)
+        results = yield from self._get_ranges(ctx, [data], None, [start], [size])
+        value: bytes | None = _single(results)
+        return value
+
+    def batch_get_range(
+        self, keys: Iterable[Key], ranges: Iterable[Any], timeout: float | None = None
+    ) -> Operation[list[bytes | None]]:
+        encoded = encode_keys(keys, self.limits)
+        starts, lengths = encode_ranges(ranges, len(encoded))
+        ctx = self.context(timeout)
+        return _batch((yield from self._get_ranges(ctx, encoded, None, starts, lengths)))
+
+    def batch_get_fresh(
+        self, keys: Iterable[Key], make: Make, timeout: float | None = None
+    ) -> Operation[list[memoryview | None]]:
+        """Values in the writable memory that ``make(size)`` gives for each."""
+        encoded = encode_keys(keys, self.limits)
+        ctx = self.context(timeout)
+        buckets = yield from self._buckets(ctx, encoded)
+        op = GetFresh(encoded, buckets, self.copy, make, self.limits.value_bytes_max)
+        yield from keyed(ctx, op)
+        for i in op.large:
+            op.results[i] = yield from _caught(
+                large.get_large(ctx, self.copy, encoded[i], buckets[i], None, make=make)
+            )
+        return _batch(op.results)
 
     def batch_get_once(
         self, keys: list[bytes], timeout: float | None
@@ -125,29 +184,54 @@ class Operations:
         return op.once, _batch(op.results)
 
     def _get(
-        self, ctx: Context, keys: list[bytes], buffers: list[memoryview] | None
+        self, ctx: Context, keys: list[bytes], targets: list[Parts] | None
     ) -> Operation[list[Any]]:
         buckets = yield from self._buckets(ctx, keys)
-        op = GetBatch(keys, buckets, self.copy, buffers)
+        op = GetBatch(keys, buckets, self.copy, targets)
         yield from self._run_get(ctx, op)
         return op.results
 
     def _run_get(self, ctx: Context, op: GetBatch) -> Operation[None]:
         yield from keyed(ctx, op)
-        keys, buckets, buffers = op.keys, op.buckets, op.buffers
+        keys, buckets, targets = op.keys, op.buckets, op.targets
         for i in op.large:
-            buffer = buffers[i] if buffers is not None else None
+            target = targets[i] if targets is not None else None
             op.results[i] = yield from _caught(
-                large.get_large(ctx, self.copy, keys[i], buckets[i], buffer)
+                large.get_large(ctx, self.copy, keys[i], buckets[i], target)
             )
+
+    def _get_ranges(
+        self,
+        ctx: Context,
+        keys: list[bytes],
+        targets: list[Parts] | None,
+        starts: list[int],
+        lengths: list[int],
+    ) -> Operation[list[Any]]:
+        buckets = yield from self._buckets(ctx, keys)
+        op = GetRanges(keys, buckets, self.copy, targets, starts, lengths)
+        yield from keyed(ctx, op)
+        for i in op.large:
+            target = targets[i] if targets is not None else None
+            op.results[i] = yield from _caught(
+                large.get_large(ctx, self.copy, keys[i], buckets[i], target, starts[i], lengths[i])
+            )
+        return op.results
 
     # -- put
 
     def put(
         self, key: Key, value: Any, options: PutOptions, timeout: float | None = None
     ) -> Operation[int]:
-        pairs = [encode_key(key, self.limits)], [encode_value(value, self.limits)]
-        results = yield from self._put(*pairs, options, timeout)
+        data, parts = encode_key(key, self.limits), encode_value(value, self.limits, self.memory)
+        results = yield from self._put([data], [parts], options, timeout)
+        return int(_single(results))
+
+    def put_from(
+        self, key: Key, parts: Any, options: PutOptions, timeout: float | None = None
+    ) -> Operation[int]:
+        data, value = encode_key(key, self.limits), encode_parts(parts, self.limits, self.memory)
+        results = yield from self._put([data], [value], options, timeout)
         return int(_single(results))
 
     def batch_put(
@@ -158,32 +242,45 @@ class Operations:
     ) -> Operation[list[int]]:
         keys, values = pairs_of(items)
         encoded = encode_keys(keys, self.limits)
-        views = [encode_value(v, self.limits) for v in values]
+        limits, memory = self.limits, self.memory
+        views: list[Parts] = [encode_value(v, limits, memory) for v in values]
         results = yield from self._put(encoded, views, options, timeout)
         return _batch(results)
+
+    def batch_put_from(
+        self,
+        keys: Iterable[Key],
+        values: Iterable[Any],
+        options: PutOptions,
+        timeout: float | None = None,
+    ) -> Operation[list[int]]:
+        encoded, memory = encode_keys(keys, self.limits), self.memory
+        parts = [encode_parts(v, self.limits, memory) for v in values]
+        if len(parts) != len(encoded):
+            raise InvalidArgument(f"values: {len(parts)} for {len(encoded)} keys")
+        return _batch((yield from self._put(encoded, parts, options, timeout)))
 
     def _put(
         self,
         keys: list[bytes],
-        values: list[memoryview],
+        values: Sequence[Parts],
         options: PutOptions,
         timeout: float | None,
     ) -> Operation[list[Any]]:
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, keys)
         bound = self.limits.message_bytes_max
-        big = [i for i, v in enumerate(values) if len(v) > bound]
+        big = [i for i, size in enumerate(sizes_of(values)) if size > bound]
         if not big:
-            op = PutBatch(keys, buckets, values, options, self.join_max)
+            op = PutBatch(keys, buckets, values, options)
             yield from keyed(ctx, op)
             return op.results
-        small = [i for i, v in enumerate(values) if len(v) <= bound]
+        small = sorted(set(range(len(keys))).difference(big))
         op = PutBatch(
             [keys[i] for i in small],
             [buckets[i] for i in small],
             [values[i] for i in small],
             options,
-            self.join_max,
         )
         yield from keyed(ctx, op)
         results: list[Any] = [None] * len(keys)

@@ -55,9 +55,10 @@ def copies(record: BucketRecord) -> set[Member]:
 class PlannerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How fast the planner acts."""
 
-    moves_in_flight: int = 16
-    """Buckets that are on the move at the same time, in the whole cluster."""
-    moves_per_node: int = 2
+    moves_in_flight: int = 256
+    """Buckets that are assigned elsewhere at the same time, in the whole cluster. Their owners move
+    ``moves_max`` of them at once; the others wait there, which spares a round of planning each."""
+    moves_per_node: int = 32
     """The same for one node, as source and as target."""
     settle_s: float = 0.5
     """A change of the nodes is acted upon so much later: others may come or go with it."""

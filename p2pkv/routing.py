@@ -18,6 +18,7 @@ from p2pkv import wire
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.errors import ClusterMismatch, P2PKVError, ProtocolError, Unreachable
 from p2pkv.outcomes import DEADLINE, PASSING_FAULTS, refusal
+from p2pkv.parts import Parts
 from p2pkv.types import Member
 from p2pkv.wire import Kind
 
@@ -27,6 +28,9 @@ Peer = Member | str
 BACKOFF_FIRST_NS = 1 * MILLISECOND_NS
 BACKOFF_LAST_NS = 200 * MILLISECOND_NS
 ROUTES_TIMEOUT_NS = 1 * SECOND_NS
+PATIENCE_FIRST_NS = 5 * SECOND_NS
+"""So long an owner may be silent before the ring is looked at; doubled each time, since what is
+asked for may be large and the way slow."""
 ROUTES_PEERS_MAX = 3
 """Members that are asked for the ring before the seeds, or etcd, are."""
 
@@ -38,8 +42,8 @@ T = TypeVar("T")
 # --- effects
 
 
-Sink = Callable[[wire.Values], Sequence[memoryview]]
-"""Tells where the values of an answer go: for each a buffer of exactly its size."""
+Sink = Callable[[wire.Values], Sequence[Parts]]
+"""Tells where the values of an answer go: for each memory of exactly its size."""
 
 
 class Request:
@@ -180,6 +184,9 @@ class Router:
 
     def __init__(self) -> None:
         self.table: Table | None = None
+        self.silent: frozenset[Peer] = frozenset()
+        """Those that did not answer, since others were asked for the ring: it may have changed
+        without anybody who could have said so."""
 
     def install(self, body: wire.Table) -> bool:
         """Take a table unless ours is as new. A new fingerprint is another cluster: always.
@@ -202,7 +209,8 @@ class Router:
 class Context:
     """What an operation needs: the ring, the time, the deadline, and its chance."""
 
-    __slots__ = ("attempt", "clock", "deadline", "limits", "mismatch", "random", "router")
+    __slots__ = ("attempt", "clock", "deadline", "limits", "mismatch", "patience", "random",
+                 "router")  # fmt: skip
 
     def __init__(
         self,
@@ -218,6 +226,7 @@ class Context:
         self.random = random
         self.limits = limits
         self.attempt = 0
+        self.patience = PATIENCE_FIRST_NS
         self.mismatch = ""
         """What a node of another cluster said when it was asked for the ring."""
 
@@ -225,12 +234,25 @@ class Context:
         return self.clock() >= self.deadline
 
     def exchange(self, requests: Sequence[Request]) -> Operation[list[Answer]]:
-        answers: list[Answer] = yield Exchange(requests, self.deadline)
+        """Ask all at once. Who has not answered after a while is given up for this attempt."""
+        until = min(self.deadline, self.clock() + self.patience)
+        answers: list[Answer] = yield Exchange(requests, until)
+        lost = [r.to for r, a in zip(requests, answers, strict=True) if isinstance(a, Lost)]
+        if lost:
+            self._unheard(lost)
         return answers
 
     def ask(self, request: Request) -> Operation[Answer]:
-        answers: list[Answer] = yield Exchange((request,), self.deadline)
+        """Ask one, as ``exchange``."""
+        until = min(self.deadline, self.clock() + self.patience)
+        answers: list[Answer] = yield Exchange((request,), until)
+        if isinstance(answers[0], Lost):
+            self._unheard((request.to,))
         return answers[0]
+
+    def _unheard(self, peers: Iterable[Peer]) -> None:
+        self.patience *= 2
+        self.router.silent = self.router.silent.union(peers)
 
     def backoff(self) -> Operation[None]:
         """Wait a little: exponential, full jitter, never past the deadline."""
@@ -242,6 +264,8 @@ class Context:
 
     def table(self) -> Operation[Table]:
         """The ring; asks for it if it is not known. Raises Unreachable, ClusterMismatch."""
+        if self.router.silent and self.router.table is not None:
+            yield from self.refresh(dict.fromkeys(self.router.silent, False))
         while self.router.table is None:
             yield from self.refresh()
             if self.router.table is None:
@@ -293,6 +317,7 @@ class Context:
             if answer.kind == Kind.ERROR and answer.body.fault == wire.Fault.CLUSTER:
                 self.mismatch = answer.body.message
             if answer.kind == Kind.TABLE:
+                self.router.silent = frozenset()
                 try:
                     return True, bool(answer.body.members) and self.router.install(answer.body)
                 except ProtocolError:

@@ -29,6 +29,7 @@ from p2pkv.objects import (
     extent_bytes,
     extents_bytes,
 )
+from p2pkv.parts import Parts
 from p2pkv.store_audit import audit
 from p2pkv.types import BucketId
 from p2pkv.wire import Buffer, PutOptions, Status
@@ -338,7 +339,7 @@ class Store(Catalog):
         self,
         buckets: Sequence[int],
         keys: Sequence[bytes],
-        values: Sequence[Buffer],
+        values: Sequence[Buffer | Parts],
         options: PutOptions,
         now: int,
         *,
@@ -350,7 +351,7 @@ class Store(Catalog):
         Goes in pieces of a quarter of the arena, so that a batch larger than the arena evicts its
         own beginning instead of being refused.
         """
-        sizes = [memoryview(value).nbytes for value in values]
+        sizes = [sum(map(len, v)) if isinstance(v, tuple) else memoryview(v).nbytes for v in values]
         sums = [None] * len(keys) if checksums is None else checksums
         statuses: list[Status] = []
         stored: list[Object] = []
@@ -361,7 +362,7 @@ class Store(Catalog):
             made, made_sums = [], []
             for item, value, checksum in zip(results, values[part], sums[part], strict=True):
                 if isinstance(item, Object):
-                    self.arena.write(item.offset, value)
+                    self._write(item.offset, value)
                     made.append(item)
                     made_sums.append(checksum)
             committed = iter(self.commit_batch(made, now, made_sums))
@@ -369,6 +370,14 @@ class Store(Catalog):
             stored += made
         self.policy.touch_batch(stored)
         return statuses
+
+    def _write(self, offset: int, value: Buffer | Parts) -> None:
+        if not isinstance(value, tuple):
+            self.arena.write(offset, value)
+            return
+        for part in value:
+            self.arena.write(offset, part)
+            offset += len(part)
 
     # -- leaving
 

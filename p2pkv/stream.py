@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import mmap
 import socket
 import time
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from struct import Struct
-from typing import Any
 
 from p2pkv import wire
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
-from p2pkv.routing import Reply, Request
+from p2pkv.parts import flat
+from p2pkv.routing import Reply, Request, Sink
 
 MAGIC = b"P2KVDATA"
 TOKEN_BYTES = 16
@@ -36,6 +36,8 @@ SOCKET_BUFFER_BYTES = 4 << 20
 
 DIRECT_MIN = 32 << 10
 """Values from here on are received into objects of their own, smaller ones together."""
+
+LAZY_MIN = 256 << 10
 
 READ_AHEAD_BYTES = 8 << 10
 TICK = Struct("@ll").pack(0, 50_000)
@@ -63,6 +65,12 @@ def message(kind: int, request: int, revision: int, body: wire.Body, payload_byt
     return SIZES.pack(len(head), payload_bytes) + head
 
 
+def opening(request: Request, revision: int) -> bytes:
+    """The part of a request before its payload."""
+    size = sum(map(len, request.payload))
+    return message(request.kind, request.id, revision, request.body, size)
+
+
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``. Raises ValueError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -80,6 +88,20 @@ def configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
 
 
+def wait_for_ever(sock: socket.socket) -> None:
+    """Let a peer be paused as long as it likes, where both sides use one memory.
+
+    Else the kernel closes a connection whose peer does not read, and what the peer was given to
+    write to would be used for something else while it is still going to write.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+
+def room(size: int) -> memoryview:
+    """Memory for a payload that was announced. Much of it is only taken as the bytes come."""
+    return memoryview(mmap.mmap(-1, size) if size >= LAZY_MIN else bytearray(size))
+
+
 def advance(views: list[memoryview], done: int) -> list[memoryview]:
     """What is left of ``views`` after ``done`` bytes."""
     for i, view in enumerate(views):
@@ -88,6 +110,51 @@ def advance(views: list[memoryview], done: int) -> list[memoryview]:
             return [view[done:], *views[i + 1 :]] if done else views[i:]
         done -= size
     return []
+
+
+def inline_sizes(body: wire.Values) -> list[int]:
+    """Bytes of each value in the payload: none for those in the arena. Raises ProtocolError."""
+    if not body.offsets:
+        return body.sizes
+    if len(body.offsets) != len(body.sizes):
+        raise ProtocolError(f"{len(body.offsets)} places of {len(body.sizes)} values")
+    return [0 if at else n for n, at in zip(body.sizes, body.offsets, strict=True)]
+
+
+class Landing:
+    """Where the payload of an answer goes: into ``targets``, in order.
+
+    Or, if ``sizes`` are given, each value into an object of its own.
+    """
+
+    __slots__ = ("delivered", "frames", "sizes", "targets")
+
+    def __init__(self, head: wire.Head, size: int, sink: Sink | None) -> None:
+        """Raises ProtocolError if the answer says something else of its values."""
+        self.delivered = False
+        self.frames: Sequence[wire.Buffer] = ()
+        self.sizes: Sequence[int] = ()
+        body = head.body
+        if isinstance(body, wire.Values) and not body.starts:
+            inline = inline_sizes(body)
+            if sum(inline) != size:
+                raise ProtocolError(f"a payload of {size} bytes for other values")
+            if sink is not None and not body.offsets:  # those with offsets are all placed later
+                self.targets = [t for t in flat(sink(body)) if len(t)]
+                if sum(map(len, self.targets)) != size:
+                    raise ProtocolError(f"a payload of {size} bytes for other buffers")
+                self.delivered = True
+                return
+            if sink is None and size >= DIRECT_MIN * len(inline):
+                self.targets, self.sizes = [], inline
+                return
+        self.targets = [room(size)]
+        self.frames = list(self.targets)
+
+    def reply(self, head: wire.Head, values: Sequence[bytes] | None = None) -> Reply:
+        """The answer, with everything in its place. ``values``: those of ``sizes``."""
+        frames = self.frames if values is None else [v for v in values if v]
+        return Reply(head.kind, head.body, frames, head.revision, values, self.delivered)
 
 
 class DataLink:
@@ -129,9 +196,7 @@ class DataLink:
     def send(self, request: Request, deadline_ns: int) -> None:
         """Send a request whole. Raises Closed, Late."""
         payload = [memoryview(p) for p in request.payload]
-        begin = message(
-            request.kind, request.id, self.revision, request.body, sum(map(len, payload))
-        )
+        begin = opening(request, self.revision)
         request.sent = True
         if payload:
             self._send_all([memoryview(begin), *payload], deadline_ns)
@@ -156,7 +221,7 @@ class DataLink:
         return self._end > self._start
 
     def receive(
-        self, deadline_ns: int, sink_of: Callable[[int], Any] = lambda _: None
+        self, deadline_ns: int, sink_of: Callable[[int], Sink | None] = lambda _: None
     ) -> tuple[int, Reply]:
         """The next message: (request id, reply). Raises Closed, Late, ProtocolError.
 
@@ -173,30 +238,14 @@ class DataLink:
         head = wire.decode(frame, limits.head_bytes_max)
         self._start += head_bytes
         self.revision = head.revision
-        frames: Sequence[wire.Buffer] = ()
-        sink = sink_of(head.request) if head.kind == wire.Kind.VALUES else None
-        if payload_bytes:
-            frames = self._payload(head, payload_bytes, sink, deadline_ns)
-        reply = Reply(head.kind, head.body, frames, head.revision, None, sink is not None)
-        return head.request, reply
-
-    def _payload(
-        self, head: wire.Head, size: int, sink: Any, deadline_ns: int
-    ) -> Sequence[wire.Buffer]:
-        body = head.body
-        if isinstance(body, wire.Values):
-            inline = [0 if at else n for n, at in zip_longest(body.sizes, body.offsets)]
-            if sum(inline) != size:
-                raise ProtocolError(f"a payload of {size} bytes for other values")
-            if sink is not None:
-                targets = [t for t, n in zip(sink(body), inline, strict=True) if n]
-                self._fill(targets, deadline_ns)
-                return ()
-            if size >= DIRECT_MIN * len(inline):
-                return [self._take(n, deadline_ns) for n in inline if n]
-        whole = memoryview(bytearray(size))
-        self._fill([whole], deadline_ns)
-        return (whole,)
+        if not payload_bytes:
+            return head.request, Reply(head.kind, head.body, (), head.revision)
+        landing = Landing(head, payload_bytes, sink_of(head.request))
+        if landing.sizes:
+            values = [self._take(n, deadline_ns) if n else b"" for n in landing.sizes]
+            return head.request, landing.reply(head, values)
+        self._fill(landing.targets, deadline_ns)
+        return head.request, landing.reply(head)
 
     def _take(self, size: int, deadline_ns: int) -> bytes:
         """One value as an object of its own, received straight into it."""

@@ -22,9 +22,10 @@ from zmq.backend import zmq_poll
 
 from p2pkv import wire
 from p2pkv.buffers import Lending, Run
-from p2pkv.clock import SECOND_NS, monotonic
+from p2pkv.clock import MILLISECOND_NS, SECOND_NS, monotonic
 from p2pkv.config import Limits
 from p2pkv.errors import ConfigError
+from p2pkv.parts import joined
 from p2pkv.routing import Lost, Reply, Request
 from p2pkv.wire import Kind
 
@@ -37,6 +38,9 @@ CONNECT_TIMEOUT_MS = 2_000
 FRAME_SLACK = 64 << 10
 RECEIVE_BUDGET = 64
 """Messages that one wake-up handles before others get their turn."""
+
+JOIN_MAX = 256 << 10
+"""Pieces of a payload up to here are joined: a frame costs more than the copy."""
 
 ZERO_COPY_MIN = 64 << 10
 """Smaller frames are copied by ZeroMQ: cheaper than tracking them."""
@@ -124,6 +128,7 @@ class Link:
         self.connected = False
         self.welcome: wire.Welcome | None = None
         """The peer's word on this session, once it is here."""
+        self.heard_ns = 0
         self._ended = False
         self._first: list[Request] = []
         self._renewed_ns = -SECOND_NS
@@ -139,6 +144,19 @@ class Link:
         hello = msgspec.structs.replace(self._hello, used=self.session.used)
         self.socket.send(wire.encode(Kind.HELLO, 0, 0, hello))
 
+    def begin_again(self) -> bool:
+        """Begin the session again; False: that was done a moment ago, and not wanted."""
+        now = monotonic()
+        if now - self._renewed_ns < SECOND_NS:
+            return False
+        if self.closed:
+            self.open()
+        else:
+            self.welcome = None
+            self.greet()
+        self._renewed_ns = now
+        return True
+
     def renew(self, waiting: Mapping[int, Request]) -> dict[int, int]:
         """The peer has no session of ours (any more), as the refusal of a request says.
 
@@ -146,16 +164,20 @@ class Link:
         by the old ones. What may have run in the session that is gone is left to its own refusal.
         Empty: it was begun a moment ago, so the peer does not want us.
         """
-        now = monotonic()
-        if now - self._renewed_ns < SECOND_NS:
+        if not self.begin_again():
             return {}
-        self._renewed_ns = now
-        self.greet()
         again = {old: request for old, request in waiting.items() if not request.unsure}
         for request in again.values():
             request.id = 0
             self.send(request)
         return {old: request.id for old, request in again.items()}
+
+    def fresh_welcome(self) -> wire.Welcome | None:
+        """The peer's welcome, if the session that it speaks of is certainly still there."""
+        if self.closed or self.welcome is None:
+            return None
+        age_ns = monotonic() - self.heard_ns
+        return self.welcome if age_ns * 2 < self.welcome.session_ttl_ms * MILLISECOND_NS else None
 
     def reset(self) -> None:
         """Drop the connection and whatever waits in it; the next request connects anew.
@@ -186,7 +208,8 @@ class Link:
         if not request.id:
             request.id = self.session.next_number()
         head = wire.encode(request.kind, request.id, self.revision, request.body)
-        if not send_frames(self.socket, (head,), request.payload):
+        payload = joined(request.payload, JOIN_MAX) if request.payload else ()
+        if not send_frames(self.socket, (head,), payload):
             return False
         if not request.sent:
             request.sent = True
@@ -199,6 +222,7 @@ class Link:
         replies: list[tuple[int, Reply]] = []
         while (frames := receive_frames(self.socket)) is not None:
             head = wire.decode(frames[0], self._limits.head_bytes_max)
+            self.heard_ns = monotonic()
             if head.kind == Kind.WELCOME:
                 self.welcome = head.body
             self.connected = True

@@ -3,7 +3,8 @@
 A message is one *head* frame and any number of *payload* frames::
 
     head     version u8 · kind u8 · flags u16 · request id u64 · ring revision u64 · MessagePack
-    payload  value bytes, back to back or at the stated positions; a value never spans two frames
+    payload  value bytes, back to back or at the stated positions. In an answer no value spans two
+             frames; in a put it may, as its parts leave from where they lie in the client's memory
 
 Head and body travel in one frame because each frame costs a small message about two microseconds.
 The ring revision of a reply tells the client that its table is old without a field in every body.
@@ -23,6 +24,7 @@ import msgspec
 from msgspec import Meta as Limit
 
 from p2pkv.errors import ProtocolError
+from p2pkv.parts import Parts
 from p2pkv.types import Member
 
 VERSION = 1
@@ -37,6 +39,10 @@ Key = Annotated[bytes, Limit(min_length=1, max_length=KEY_BYTES_MAX)]
 Keys = Annotated[list[Key], Limit(max_length=BATCH_KEYS_MAX)]
 Size = Annotated[int, Limit(ge=0, lt=1 << 62)]
 Sizes = Annotated[list[Size], Limit(max_length=BATCH_KEYS_MAX)]
+Lengths = Annotated[
+    list[Annotated[int, Limit(ge=-1, lt=1 << 62)]], Limit(max_length=BATCH_KEYS_MAX)
+]
+"""-1: up to the end."""
 Ids = Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
 Bucket = Annotated[int, Limit(ge=0, lt=BATCH_KEYS_MAX)]
 Prefix = Annotated[bytes, Limit(max_length=KEY_BYTES_MAX)]
@@ -69,6 +75,8 @@ class Status(IntEnum):
     """Did not fit into this answer; ask again for the rest."""
     LARGE = 14
     """The value is larger than a message: open it and read it in pieces."""
+    RANGE = 15
+    """The range reaches beyond the value."""
 
 
 class Kind(IntEnum):
@@ -170,6 +178,10 @@ class Get(Body, frozen=True):
     """Whether the answer shall tell which objects are write-once (for a near cache)."""
     locate: bool = False
     """The client has mapped the arena: where large values lie is enough."""
+    starts: Sizes = []
+    """For each key the first byte that is wanted. Empty: whole values."""
+    lengths: Lengths = []
+    """With ``starts``: how many bytes."""
 
 
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -298,6 +310,8 @@ class Values(Body, frozen=True):
     """With ``locate``: where in the arena each value lies that is not in the payload, else 0."""
     versions: Sizes = []
     """With ``locate``: what the header before the value says as long as it is the same."""
+    totals: Sizes = []
+    """For ranges: the size of each whole value; ``sizes`` are those of the ranges."""
 
 
 class Statuses(Body, frozen=True):
@@ -506,6 +520,34 @@ def packed(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[memoryview]:
     if at != end or next(rest, None) is not None:
         raise ProtocolError("the payload is longer than the announced values")
     return views
+
+
+def gathered(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Parts]:
+    """Values that lie back to back, also across the ends of frames. Raises ProtocolError."""
+    values: list[Parts] = []
+    rest = iter(frames)
+    view, at, end = memoryview(b""), 0, 0
+    for size in sizes:
+        if at + size <= end:
+            values.append(view[at : at + size])
+            at += size
+            continue
+        pieces = [view[at:]] if at < end else []
+        missing = size - (end - at)
+        while missing:
+            frame = next(rest, None)
+            if frame is None:
+                raise ProtocolError(f"a payload {missing} bytes too short for a value of {size}")
+            view = memoryview(frame)
+            end = len(view)
+            at = min(missing, end)
+            missing -= at
+            if at:
+                pieces.append(view[:at])
+        values.append(pieces[0] if len(pieces) == 1 else tuple(pieces))
+    if at != end or any(map(len, rest)):
+        raise ProtocolError("the payload is longer than the announced values")
+    return values
 
 
 def placed(

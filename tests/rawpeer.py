@@ -81,6 +81,7 @@ class RawPeer:
         if head.kind == Kind.HELLO:
             self.hellos.append(session)
             self.known.add(session)
+            self._greeted(session)
             return
         if self.sessions and session not in self.known:
             self._answer(session, head.request, error(Fault.NO_SESSION))
@@ -88,6 +89,9 @@ class RawPeer:
         self.heads.append(head)
         self.from_.append(session)
         self._answer(session, head.request, self.script(head, frames))
+
+    def _greeted(self, session: bytes) -> None:
+        """HELLO was said; a WELCOME is not sent."""
 
     def _answer(self, session: bytes, request: int, answer: Answer) -> None:
         if answer is not None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
 import os
 import random
 import resource
@@ -18,6 +19,7 @@ import pytest
 
 from p2pkv.arena import (
     BULK_BYTES,
+    PROOF_BYTES,
     Arena,
     huge_pages_enabled,
     remove_stale,
@@ -42,7 +44,8 @@ def random_bytes(size: int, seed: int = 1) -> bytes:
 def test_the_file_is_private_and_named_after_the_process(arena: Arena) -> None:
     status = arena.path.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_size == arena.size == len(arena.view) == 4 * MIB
+    assert arena.size == len(arena.view) == 4 * MIB
+    assert status.st_size == arena.size + PROOF_BYTES
     prefix = f"p2pkv-test-{os.getpid()}-{start_time(os.getpid())}-"
     assert arena.path.name.startswith(prefix)
 
@@ -168,7 +171,7 @@ def test_the_memory_goes_with_the_last_view() -> None:
 
 def test_prefault_takes_the_memory_at_once() -> None:
     with Arena.create(4 * MIB, "lazy") as lazy, Arena.create(4 * MIB, prefault=True) as eager:
-        assert lazy.path.stat().st_blocks == 0
+        assert lazy.path.stat().st_blocks * 512 <= mmap.PAGESIZE  # of the proof alone
         assert eager.path.stat().st_blocks * 512 >= 4 * MIB
 
 
@@ -200,7 +203,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_nothing_is_left_behind_when_the_file_cannot_grow(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB + PROOF_BYTES, limits[1]))
     try:
         with pytest.raises(ConfigError, match=f"memory_limit_bytes = {MIB + 1}: .*too large"):
             Arena.create(MIB + 1, directory=tmp_path)

@@ -17,7 +17,7 @@ from nodeside import MIB
 from rawpeer import Answer, RawPeer, echo, error, silent, table_of
 
 from p2pkv import wire
-from p2pkv.async_client import AsyncDriver
+from p2pkv.async_driver import AsyncDriver
 from p2pkv.client import SocketDriver
 from p2pkv.config import ClientConfig, Limits
 from p2pkv.errors import ClosedClient, DeadlineExceeded, ForkedClient, Miss

@@ -217,11 +217,68 @@ def test_sizes_must_be_as_many_as_keys(host: Host, kind: Kind) -> None:
     assert "for 2 keys" in refused(host, kind, make([b"a", b"b"], [1], PLAIN), [b"x"])
 
 
-@pytest.mark.parametrize("payload", [[], [b"abc"], [b"abcde"], [b"ab", b"cd"], [b"abcd", b""]])
+@pytest.mark.parametrize("payload", [[], [b"abc"], [b"abcde"], [b"ab", b"c"], [b"abcd", b"e"]])
 def test_a_put_whose_payload_is_not_what_it_announces_is_refused(
     host: Host, payload: list[bytes]
 ) -> None:
     refused(host, Kind.PUT, wire.Put([b"a", b"b"], [1, 3], PLAIN), payload)
+
+
+@pytest.mark.parametrize("payload", [[b"ab", b"cd"], [b"a", b"b", b"", b"cd"], [b"abcd", b""]])
+def test_a_value_of_a_put_may_span_frames(host: Host, payload: list[bytes]) -> None:
+    assert host.statuses(Kind.PUT, wire.Put([b"a", b"b"], [1, 3], PLAIN), payload) == []
+    assert host.get(b"a", b"b") == [b"a", b"bcd"]
+
+
+def ranged(
+    host: Host, keys: list[bytes], starts: list[int], lengths: list[int], locate: bool = False
+) -> Any:
+    response = host.ask(Kind.GET, wire.Get(keys, False, locate, starts, lengths))
+    body = answered(response, Kind.VALUES)
+    inline = [
+        0 if at else n for n, at in zip(body.sizes, body.offsets or [0] * len(keys), strict=True)
+    ]
+    return body, [bytes(v) for v in wire.packed(flat(response[2]), inline)]
+
+
+def test_a_range_is_answered_with_the_size_of_the_whole_value(host: Host) -> None:
+    host.put({b"a": b"0123456789", b"b": b"xyz"})
+    body, values = ranged(
+        host, [b"a", b"b", b"none", b"a", b"b"], [3, 1, 0, 8, 3], [4, -1, 1, 3, 0]
+    )
+    assert values == [b"3456", b"yz", b"", b"", b""]
+    assert list(body.statuses) == [0, 0, Status.MISS, Status.RANGE, 0]
+    assert body.totals == [10, 3, 0, 10, 3]
+
+
+def test_a_large_range_is_located_and_a_small_one_of_a_large_value_sent(host: Host) -> None:
+    value = bytes(range(256)) * 400
+    host.put({b"a": value})
+    body, values = ranged(host, [b"a", b"a", b"a"], [100, 5, 200], [50_000, 3, -1], locate=True)
+    assert values == [b"", value[5:8], b""]
+    assert body.sizes == [50_000, 3, len(value) - 200]
+    place = body.offsets[0]
+    assert body.offsets == [place, 0, place]  # of the value, as the header stands before it
+    assert host.store.arena.view[place + 100 : place + 50_100] == value[100:50_100]
+
+
+def test_ranges_of_large_values_go_by_the_size_of_the_range(host: Host) -> None:
+    bound = host.handlers.limits.message_bytes_max
+    host.put({b"a": bytes(bound)})
+    ids = host.ask(Kind.ALLOC, wire.Alloc([b"big"], [2 * bound], PLAIN))[1].ids
+    for at in (0, bound):
+        assert host.statuses(Kind.WRITE, wire.Write(ids[0], at), [bytes(bound)]) == []
+    assert host.statuses(Kind.COMMIT, wire.Commit(ids)) == []
+    body, _ = ranged(
+        host, [b"big", b"a", b"big", b"big"], [1, 0, 9, 9], [bound, bound - 10, 10, -1]
+    )
+    assert list(body.statuses) == [0, Status.DEFERRED, Status.DEFERRED, Status.LARGE]
+
+
+@pytest.mark.parametrize(("starts", "lengths"), [([1], [1]), ([1, 2], []), ([], [1, 2])])
+def test_ranges_must_be_as_many_as_keys(host: Host, starts: list[int], lengths: list[int]) -> None:
+    body = wire.Get([b"a", b"b"], False, False, starts, lengths)
+    assert "for 2 keys" in refused(host, Kind.GET, body)
 
 
 def test_an_empty_batch_is_answered(host: Host) -> None:

@@ -15,10 +15,10 @@ IMPURE |= {"time", "uvloop", "zmq", "grpc", "multiprocessing", "concurrent", "se
 
 LAYERS: list[set[str]] = [
     {"errors", "types", "_version"},
-    {"config", "clock", "buffers"},
+    {"config", "clock", "buffers", "memory"},
     {"wire", "ring", "planner", "membership", "handover", "records", "routing", "allocator",
      "eviction", "expiry", "objects", "operations", "arguments", "batches", "scanning",
-     "keyed", "large", "outcomes",
+     "keyed", "large", "outcomes", "parts",
      "replication", "ucx_handles"},
     {"store", "arena", "hostlock", "catalog", "extents", "store_audit", "payload", "sessions"},
     {"authority", "etcd", "etcd_buckets", "etcd_channels", "etcd_session", "etcd_view",

@@ -14,7 +14,7 @@ from rawpeer import Answer, RawPeer
 
 from p2pkv import clock, handover, mover, wire
 from p2pkv.arena import Arena
-from p2pkv.async_client import AsyncDriver
+from p2pkv.async_driver import AsyncDriver
 from p2pkv.config import ClientConfig, Limits, NodeConfig
 from p2pkv.errors import AuthorityUnavailable
 from p2pkv.etcd_buckets import Outcome, Result
@@ -227,6 +227,24 @@ async def test_a_proposal_that_lost_is_taken_up_again_with_the_new_record(
     assert setting.all_moved()
 
 
+async def test_a_next_owner_that_does_not_know_of_it_yet_is_asked_again_at_once(
+    setting: Setting,
+) -> None:
+    asked: dict[int, int] = {}
+
+    def knows_later(body: wire.Snapshot) -> Answer | None:
+        asked[body.bucket] = asked.get(body.bucket, 0) + 1
+        if asked[body.bucket] > 5:
+            return None
+        status = (Status.MOVING, Status.NOT_PRIMARY)[asked[body.bucket] % 2]
+        return Kind.SNAPSHOT_ACK, wire.SnapshotAck(body.bucket, body.nonce, body.seq, status), ()
+
+    setting.before = knows_later
+    await setting.until(lambda: setting.source.held == 0, "the moves")
+    assert setting.mover.failed_total == 0
+    assert setting.all_moved()
+
+
 async def test_a_bucket_that_fails_to_move_is_served_and_tried_again_later(
     setting: Setting,
 ) -> None:
@@ -236,7 +254,7 @@ async def test_a_bucket_that_fails_to_move_is_served_and_tried_again_later(
         times = refusals.setdefault(body.bucket, [])
         if len(times) < 4:
             times.append(time.monotonic())
-            ack = wire.SnapshotAck(body.bucket, body.nonce, body.seq, Status.MOVING)
+            ack = wire.SnapshotAck(body.bucket, body.nonce, body.seq, Status.CONFLICT)
             return Kind.SNAPSHOT_ACK, ack, ()
         return None
 

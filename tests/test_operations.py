@@ -6,6 +6,7 @@ import array
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from clientside import (
@@ -27,7 +28,6 @@ from clientside import (
 
 from p2pkv import ring, wire
 from p2pkv.arguments import encode_key, encode_value, view_of
-from p2pkv.batches import gather
 from p2pkv.config import Limits
 from p2pkv.errors import (
     BatchError,
@@ -38,6 +38,7 @@ from p2pkv.errors import (
     InvalidArgument,
     Miss,
     OutOfMemory,
+    OutOfRange,
     P2PKVError,
     ProtocolError,
     Stalled,
@@ -339,20 +340,63 @@ def test_a_put_that_found_the_key_there_stored_nothing(desk: Desk) -> None:
     assert script.answer(statuses(Status.EXISTS, 0)).result == [0, 1]
 
 
-def test_small_values_are_joined_and_large_ones_go_as_they_are(desk: Desk) -> None:
-    large = memoryview(bytes(9))
-    parts = [memoryview(v) for v in (b"a", b"b")]
-    frames = gather([*parts, large, memoryview(b""), large, *parts, memoryview(b"")], join_max=4)
-    assert [bytes(f) for f in frames] == [b"ab", bytes(9), bytes(9), b"ab"]
-    assert frames[1] is large
+def test_the_payload_of_a_put_is_the_callers_own_memory_without_empty_parts(desk: Desk) -> None:
+    one, two, three = (memoryview(bytearray(n)) for n in (3, 0, 5))
+    script = desk.start(desk.ops.batch_put_from([K0, K1], [[one, two, three], three], PLAIN))
+    assert [p.obj for p in script.request.payload] == [one.obj, three.obj, three.obj]
+    assert script.request.body.sizes == [8, 5]
+    assert script.answer(statuses()).result == [1, 1]
 
 
-def test_no_frame_is_empty() -> None:
-    empty, large = memoryview(b""), memoryview(bytes(9))
-    for contents in ([], [empty], [empty, large], [large, empty, large], [empty, large, empty]):
-        frames = gather(contents, join_max=4)
-        assert all(len(f) for f in frames)
-        assert [bytes(v) for v in wire.packed(frames, [len(v) for v in contents])] == contents
+def ranges(total: int, *contents: bytes | Status) -> Reply:
+    """An answer to a get of ranges of values that all have this size."""
+    plain = values(*contents)
+    body = msgspec.structs.replace(plain.body, totals=[total] * len(contents))
+    return reply(body, *map(bytes, plain.frames))
+
+
+def test_a_get_of_ranges_asks_for_them_and_for_nothing_else(desk: Desk) -> None:
+    script = desk.start(desk.ops.batch_get_range([K0, K1], [(2, 3), (4, None)]))
+    assert script.request.body == wire.Get([K0, K1], False, False, [2, 4], [3, -1])
+    assert script.answer(ranges(6, b"abc", b"de")).result == [b"abc", b"de"]
+
+
+@pytest.mark.parametrize(
+    ("total", "content"),
+    [(6, b"ab"), (6, b"abcd"), (4, b"abc")],
+)
+def test_a_range_of_another_size_than_was_asked_for_is_an_error(
+    desk: Desk, total: int, content: bytes
+) -> None:
+    script = desk.start(desk.ops.get_range(K0, 2, 3)).answer(ranges(total, content))
+    assert isinstance(script.error, ProtocolError)
+
+
+def test_a_range_beyond_the_value_tells_how_large_it_is(desk: Desk) -> None:
+    script = desk.start(desk.ops.get_range(K0, 2, 3)).answer(ranges(4, Status.RANGE))
+    assert isinstance(script.error, OutOfRange)
+    assert script.error.size == 4
+
+
+def test_ranges_without_the_sizes_of_the_values_are_an_error(desk: Desk) -> None:
+    script = desk.start(desk.ops.get_range(K0, 0, 1)).answer(values(b"a"))
+    assert isinstance(script.error, ProtocolError)
+
+
+def test_fresh_memory_is_made_when_the_size_is_known_and_never_over_the_limit() -> None:
+    desk, made = Desk(table(), SMALL), list[int]()
+
+    def make(size: int) -> memoryview:
+        made.append(size)
+        return memoryview(bytearray(size))
+
+    script = desk.start(desk.ops.batch_get_fresh([K0, K1], make))
+    result = script.answer(values(b"abc", Status.MISS)).result
+    assert [bytes(result[0]), result[1], made] == [b"abc", None, [3]]
+    script = desk.start(desk.ops.batch_get_fresh([K0], make)).answer(values(bytes(201)))
+    assert isinstance(script.error, BatchError)
+    assert isinstance(script.error.results[0], ProtocolError)
+    assert made == [3]
 
 
 def test_an_error_of_one_key_is_raised_as_it_is_and_of_many_as_a_batch_error(desk: Desk) -> None:

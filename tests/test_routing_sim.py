@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -20,6 +21,7 @@ from p2pkv.errors import (
     BatchError,
     DeadlineExceeded,
     Indeterminate,
+    OutOfRange,
     P2PKVError,
     Stalled,
     Unreachable,
@@ -51,7 +53,6 @@ class Caller:
         self.cluster = SimCluster(self.random, trouble=trouble)
         config = ClientConfig(seeds=("tcp://seed:1",), timeout_s=timeout_s, limits=LIMITS)
         self.ops = Operations(config, self.cluster.clock, self.random, copy)
-        self.ops.join_max = 8
         self.keys = [b"k%d" % i for i in range(12)] + [b"{t}%d" % i for i in range(4)]
         self.calls = 0
         self.endings: set[type] = set()
@@ -61,6 +62,11 @@ class Caller:
         self.calls += 1
         room = self.random.choice([0, 0, 5, 40, 100, 300])
         return b"%s#%d#%s" % (key, self.calls, self.random.randbytes(self.random.randint(0, room)))
+
+    def parts(self, value: bytes) -> list[bytes]:
+        """The value in pieces."""
+        marks = sorted(self.random.choices(range(len(value) + 1), k=3))
+        return [value[a:b] for a, b in pairwise([0, *marks, len(value)])]
 
     def some_keys(self) -> list[bytes]:
         return self.random.sample(self.keys, self.random.randint(1, len(self.keys)))
@@ -77,7 +83,7 @@ class Caller:
             outcomes = e.results
         assert cluster.now <= begin + self.timeout_s * SECOND_NS, "ended late"
         for key, outcome in zip(keys, outcomes, strict=True):
-            if isinstance(outcome, P2PKVError):
+            if isinstance(outcome, P2PKVError) and not isinstance(outcome, OutOfRange):
                 assert isinstance(outcome, ENDS), repr(outcome)
                 assert repr(key) in str(outcome)
                 self.endings.add(type(outcome))
@@ -106,7 +112,12 @@ class Caller:
     def put(self) -> None:
         if_absent = self.random.random() < 0.5
         items = {key: self.value(key) for key in self.some_keys()}
-        operation = self.ops.batch_put(items, PutOptions(if_absent=if_absent))
+        options = PutOptions(if_absent=if_absent)
+        if self.random.random() < 0.5:
+            operation = self.ops.batch_put(items, options)
+        else:
+            parts = [self.parts(value) for value in items.values()]
+            operation = self.ops.batch_put_from(items, parts, options)
         outcomes = self.call(operation, list(items))
         for (key, value), outcome in zip(items.items(), outcomes, strict=True):
             ran = self.executions(key, Kind.PUT, Kind.COMMIT)
@@ -143,6 +154,24 @@ class Caller:
             if not isinstance(outcome, P2PKVError):
                 assert outcome in self.cluster.seen[key]
                 assert outcome is None or outcome.startswith(key + b"#")
+
+    def get_range(self) -> None:
+        """Of what can be there, the bytes that were asked for; keys may come several times."""
+        keys = self.random.choices(self.keys, k=self.random.randint(1, 6))
+        ranges = [
+            (self.random.choice([0, 1, 7, 50]), self.random.choice([None, 0, 5, 100])) for _ in keys
+        ]
+        outcomes = self.call(self.ops.batch_get_range(keys, ranges), keys)
+        for key, (offset, length), outcome in zip(keys, ranges, outcomes, strict=True):
+            seen = self.cluster.seen[key]
+            if outcome is None:
+                assert None in seen
+            elif isinstance(outcome, OutOfRange):
+                assert outcome.size in {len(v) for v in seen if v is not None}
+                assert offset + (length or 0) > outcome.size
+            elif not isinstance(outcome, P2PKVError):
+                end = None if length is None else offset + length
+                assert outcome in {v[offset:end] for v in seen if v is not None}
 
     def get_one(self) -> None:
         key = self.random.choice(self.keys)
@@ -211,8 +240,9 @@ def run_schedule(seed: int, trouble: Trouble, calls: int, timeout_s: float = 3.0
     print(f"seed {seed}")
     caller = Caller(seed, trouble, timeout_s)
     kinds: list[Callable[[], None]] = [
-        caller.put, caller.put, caller.put, caller.get, caller.get, caller.get_one, caller.delete,
-        caller.exists, caller.match, caller.delete_range, caller.scan,
+        caller.put, caller.put, caller.put, caller.get, caller.get, caller.get_one,
+        caller.get_range, caller.delete, caller.exists, caller.match, caller.delete_range,
+        caller.scan,
     ]  # fmt: skip
     for _ in range(calls):
         caller.random.choice(kinds)()

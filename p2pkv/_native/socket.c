@@ -39,8 +39,8 @@ struct window {
     struct iovec iov[MAX_IOV];
 };
 
-/* The pieces from `at` on. Those of no length are left out: a receive of nothing returns 0, as at
- * the end of the stream. */
+/* The pieces from `at` on. A cursor rests on no piece without length, so there is something to
+ * receive, and a result of 0 is the end of the stream. */
 static void open_window(struct window *window, const struct p2pkv_pieces *pieces,
                         struct p2pkv_cursor at) {
     size_t n = 0, skip = at.offset;
@@ -53,8 +53,7 @@ static void open_window(struct window *window, const struct p2pkv_pieces *pieces
         if (piece.iov_len > MAX_BYTES)
             piece.iov_len = MAX_BYTES;
         window->bytes += piece.iov_len;
-        if (piece.iov_len > 0)
-            window->iov[n++] = piece;
+        window->iov[n++] = piece;
     }
     window->message = (struct msghdr){.msg_iov = window->iov, .msg_iovlen = n};
 }

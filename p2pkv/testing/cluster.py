@@ -13,10 +13,10 @@ died. What the nodes print is kept and is part of each TimeoutError.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import Any, Self
 
@@ -84,11 +85,17 @@ class NodeProcess:
         if self.running:
             raise RuntimeError(f"{self.name} is running")
         self.config = replace(self.config, **changes) if changes else self.config
-        text = msgspec.json.encode(self.config).decode()
-        command = [sys.executable, "-X", "faulthandler", "-m", "p2pkv.testing.cluster", text]
+        file = self._log.with_suffix(".toml")
+        file.write_text(_toml(self.config))
+        command = [sys.executable, "-m", "p2pkv.cli", "node", "--json", f"--config={file}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={k: v for k, v in os.environ.items() if not k.startswith("P2PKV_")},
+                start_new_session=True,
             )
         self._pids.append(self._process.pid)
         self.paused = False
@@ -112,27 +119,33 @@ class NodeProcess:
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
-        self._signal(signal.SIGKILL)
+        self.send(Signals.SIGKILL)
         self.wait()
 
     def terminate(self, timeout_s: float = TIMEOUT_S) -> int:
         """SIGTERM: the node drains and ends. Waits for it; returns the exit code."""
-        self._signal(signal.SIGTERM)
+        self.send(Signals.SIGTERM)
         return self.wait(timeout_s)
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last process that ended in order had handed all its buckets over."""
+        lines = [line for line in self.log().splitlines() if line.startswith("{")]
+        return bool(lines) and json.loads(lines[-1]).get("drained") is True
 
     def pause(self) -> None:
         """SIGSTOP: the process keeps its connections and does nothing."""
-        self._signal(signal.SIGSTOP)
+        self.send(Signals.SIGSTOP)
         self.paused = True
 
     def resume(self) -> None:
         """SIGCONT."""
-        self._signal(signal.SIGCONT)
+        self.send(Signals.SIGCONT)
         self.paused = False
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: Signals) -> None:
         """Send a signal, and wait for nothing."""
-        self._signal(number)
+        os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """The exit code, once the process has ended. Raises TimeoutError."""
@@ -140,7 +153,9 @@ class NodeProcess:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self.name} has not ended in {timeout_s} s\n{self.log()}") from None
+            raise TimeoutError(
+                f"{self.name} has not ended in {timeout_s} s\n{self.log()}"
+            ) from None
 
     def end(self) -> None:
         """Whatever its state: have no process afterwards."""
@@ -152,9 +167,6 @@ class NodeProcess:
         """The end of what the node printed."""
         text = self._log.read_bytes()[-bytes_max:] if self._log.exists() else b""
         return f"--- {self.name}\n{text.decode(errors='replace')}"
-
-    def _signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
 
 
 class Cluster:
@@ -205,7 +217,7 @@ class Cluster:
         ended = [n for n in self if n.running and not n.paused]
         try:
             for node in ended:
-                node.signal(signal.SIGINT)
+                node.send(Signals.SIGINT)
             for node in ended:
                 node.wait()
             left = [path for node in ended for path in node.arenas]
@@ -303,9 +315,7 @@ class Cluster:
 
     # -- waiting
 
-    def wait(
-        self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S
-    ) -> Any:
+    def wait(self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
         """What ``condition`` returns once that is true. Raises TimeoutError, with all logs.
 
         An error of p2pkv in it counts as "not yet".
@@ -384,44 +394,15 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# -- the process of one node
+def _toml(config: NodeConfig) -> str:
+    """A configuration file. (JSON's strings, numbers, booleans and lists are TOML's, too.)"""
+    fields = msgspec.to_builtins(config)
+    tables = {name: value for name, value in fields.items() if isinstance(value, dict)}
+    lines = _toml_lines({k: v for k, v in fields.items() if k not in tables})
+    for name, table in tables.items():
+        lines += [f"[{name}]", *_toml_lines(table)]
+    return "\n".join(lines)
 
 
-async def _serve(config: NodeConfig) -> None:
-    """A node until SIGTERM (drains first) or SIGINT (does not)."""
-    from p2pkv.node import Node
-
-    node = Node(config)
-    loop = asyncio.get_running_loop()
-    asked: asyncio.Future[bool] = loop.create_future()
-
-    def ask(drain: bool) -> None:
-        if not asked.done():
-            asked.set_result(drain)
-
-    loop.add_signal_handler(signal.SIGTERM, ask, True)
-    loop.add_signal_handler(signal.SIGINT, ask, False)
-    await node.start()
-    ended = asyncio.create_task(node.wait())
-    await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
-    if asked.done() and asked.result():
-        print("drained" if await node.drain() else "not drained", flush=True)
-    await node.stop()
-    await ended
-
-
-def _main(text: str) -> None:
-    import logging
-
-    import uvloop
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    config = msgspec.json.decode(text, type=NodeConfig)
-    try:
-        uvloop.run(_serve(config))
-    except P2PKVError as e:
-        sys.exit(f"{type(e).__name__}: {e}")
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+def _toml_lines(fields: dict[str, Any]) -> list[str]:
+    return [f"{name} = {json.dumps(value)}" for name, value in fields.items()]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from p2pkv import ring, wire
 from p2pkv.clock import MILLISECOND_NS
 from p2pkv.config import Limits
+from p2pkv.parts import flat
 from p2pkv.routing import Answer, Exchange, Lost, Operation, Pause, Peer, Reply, Request
 from p2pkv.types import BootId, Member, NodeId
 from p2pkv.wire import Fault, Kind, Status
@@ -148,10 +149,16 @@ class SimMember:
     def _get(self, body: wire.Get, frames: Any) -> tuple[Kind, wire.Body, Any]:
         statuses = bytearray()
         values: list[bytes] = []
+        totals: list[int] = []
         room = self.cluster.limits.message_bytes_max
-        for key in body.keys:
+        for i, key in enumerate(body.keys):
             status = int(self.status_of(self._bucket(key)))
             value = b"" if status else self._store(key).get(key)
+            totals.append(len(value or b""))
+            if value is not None and body.starts and not status:
+                end = len(value) if body.lengths[i] < 0 else body.starts[i] + body.lengths[i]
+                status = Status.RANGE if max(body.starts[i], end) > len(value) else Status.OK
+                value = b"" if status else value[body.starts[i] : end]
             if value is None:
                 status, value = Status.MISS, b""
             elif len(value) > self.cluster.limits.message_bytes_max:
@@ -167,7 +174,8 @@ class SimMember:
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
         payload = [b"".join(values)] if any(values) else []
         told = bytes(statuses) if any(statuses) else b""
-        return Kind.VALUES, wire.Values(told, sizes, starts), payload
+        totals = totals if body.starts else []
+        return Kind.VALUES, wire.Values(told, sizes, starts, totals=totals), payload
 
     def _exists(self, body: wire.Exists, frames: Any) -> tuple[Kind, wire.Body, Any]:
         return self._each(body.keys, lambda _, k: 0 if k in self._store(k) else Status.MISS)
@@ -205,9 +213,9 @@ class SimMember:
     # -- writing
 
     def _put(self, body: wire.Put, frames: Any) -> tuple[Kind, wire.Body, Any]:
-        values = wire.packed(frames, body.sizes)
+        values = [b"".join(flat([v])) for v in wire.gathered(frames, body.sizes)]
         return self._each(
-            body.keys, lambda i, key: self._set(key, bytes(values[i]), body.options, Kind.PUT)
+            body.keys, lambda i, key: self._set(key, values[i], body.options, Kind.PUT)
         )
 
     def _set(self, key: bytes, value: bytes, options: wire.PutOptions, kind: Kind) -> int:

@@ -140,7 +140,9 @@ class Caller(threading.Thread):
         """Every key is as its last write left it."""
         values = self.kv.batch_get(self._keys)
         wrong = [k for k, v in zip(self._keys, values, strict=True) if v != self.model.get(k)]
-        assert not wrong, f"{len(wrong)} of {len(self._keys)} keys are not as they were put: {wrong[:5]}"
+        assert not wrong, (
+            f"{len(wrong)} of {len(self._keys)} keys are not as they were put: {wrong[:5]}"
+        )
 
     def _value(self, key: str, size: int = 0) -> bytes:
         self._version += 1
@@ -187,12 +189,14 @@ class Caller(threading.Thread):
 class Traffic:
     """Callers of both kinds at work. At its end no call may have failed and no key be wrong.
 
-        with Traffic(cluster, seed) as traffic:
-            ...                                 # trouble
-            traffic.go_on()                     # until each caller has done more since
+    with Traffic(cluster, seed) as traffic:
+        ...                                 # trouble
+        traffic.go_on()                     # until each caller has done more since
     """
 
-    def __init__(self, cluster: Cluster, seed: int, *, keys: int = 200, timeout: float = 20.0) -> None:
+    def __init__(
+        self, cluster: Cluster, seed: int, *, keys: int = 200, timeout: float = 20.0
+    ) -> None:
         self.endpoints = [r.control[0] for r in cluster.view().nodes.values()]
         """Of the nodes that were there at the start, for clients that cannot ask etcd."""
         self._stopped = threading.Event()
@@ -208,7 +212,9 @@ class Traffic:
         """Wait until each caller has done so many more."""
         goals = {c: c.operations + operations for c in self.callers}
         wait_for(
-            lambda: any(c.failure for c in goals) or all(c.operations >= n for c, n in goals.items()),
+            lambda: (
+                any(c.failure for c in goals) or all(c.operations >= n for c, n in goals.items())
+            ),
             f"the callers come no further: {[c.operations for c in goals]}",
             timeout_s,
         )

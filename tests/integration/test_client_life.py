@@ -1,4 +1,4 @@
-"""Clients as objects: closing, forking, pickling, threads, connections, sessions, the near cache."""
+"""Clients as objects: closing, forking, threads, connections, sessions, the near cache."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ async def test_a_cancelled_call_leaves_the_client_in_order(cluster: Cluster) -> 
     async with cluster.async_client() as kv:
         await kv.put("large", bytes(8 << 20))
         for i in range(30):
-            call = asyncio.create_task(kv.get("large") if i % 2 else kv.put("large", bytes(8 << 20)))
+            call = asyncio.create_task(
+                kv.get("large") if i % 2 else kv.put("large", bytes(8 << 20))
+            )
             other = asyncio.create_task(kv.get("large"))
             for _ in range(i % 5):
                 await asyncio.sleep(0)
@@ -241,8 +243,13 @@ def test_a_token_keeps_a_value_that_is_overwritten_until_its_session_ends(cluste
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_near_cache_serves_write_once_values_and_nothing_else(cluster: Cluster, kind: str) -> None:
-    with client_of(kind, cluster) as plain, client_of(kind, cluster, near_cache_bytes=1 << 20) as kv:
+def test_the_near_cache_serves_write_once_values_and_nothing_else(
+    cluster: Cluster, kind: str
+) -> None:
+    with (
+        client_of(kind, cluster) as plain,
+        client_of(kind, cluster, near_cache_bytes=1 << 20) as kv,
+    ):
         plain.put("once", b"1", write_once=True)
         plain.put("often", b"1")
         assert kv.batch_get(["once", "often"]) == [b"1", b"1"]

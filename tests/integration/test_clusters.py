@@ -21,7 +21,9 @@ def cluster(etcd: EtcdCluster) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_two_clusters_on_one_etcd_do_not_see_each_other(cluster: Cluster, etcd: EtcdCluster) -> None:
+def test_two_clusters_on_one_etcd_do_not_see_each_other(
+    cluster: Cluster, etcd: EtcdCluster
+) -> None:
     """Not even with nodes of the same names."""
     with Cluster(1, etcd=etcd) as other, cluster.client() as a, other.client() as b:
         a.put("key", b"a")
@@ -42,7 +44,7 @@ def test_a_client_of_another_cluster_is_refused_by_a_node(cluster: Cluster, kind
 
 def test_a_node_with_another_bucket_count_is_refused(cluster: Cluster) -> None:
     node = cluster.add_node("other", wait=False, bucket_count=128)
-    assert node.wait() != 0
+    assert node.wait() == 2
     assert "ClusterMismatch" in node.log()
     assert "bucket_count = 64" in node.log()
     assert "128" in node.log()
@@ -53,7 +55,7 @@ def test_a_second_process_with_the_same_node_id_is_refused(cluster: Cluster) -> 
     with cluster.client() as kv:
         kv.put("kept", b"1")
         second = cluster.add_node("n0", wait=False)
-        assert second.wait() != 0
+        assert second.wait() == 2
         assert "ConfigError" in second.log()
         assert "'n0'" in second.log()
         assert second.arenas == []
@@ -64,7 +66,7 @@ def test_a_second_process_with_the_same_node_id_is_refused(cluster: Cluster) -> 
 def refused(cluster: Cluster, name: str, message: str, **changes: Any) -> None:
     """A node with these values does not start, says why, and leaves nothing behind."""
     node = cluster.add_node(name, wait=False, **changes)
-    assert node.wait() != 0
+    assert node.wait() == 2
     assert "ConfigError" in node.log()
     assert message in node.log()
     assert node.arenas == []

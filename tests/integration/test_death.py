@@ -1,14 +1,15 @@
 """Nodes that are killed or paused: what callers are told, and when the buckets start again.
 
-There is one copy of each bucket, so what a killed node held is gone. With FAST's times a bucket of a
-dead node starts again, empty, some 7 s after its death: 2 to 3 s until etcd ends the node's session
-and 4 s reset_after_s.
+There is one copy of each bucket, so what a killed node held is gone. With FAST's times a bucket
+of a dead node starts again, empty, some 7 s after its death: 2 to 3 s until etcd ends the node's
+session, and 4 s reset_after_s.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -98,7 +99,10 @@ def test_a_killed_node_that_is_started_again_serves_at_once_and_empty(cluster: C
 def test_killed_while_it_gives_its_buckets_away_it_loses_only_what_it_still_had(
     etcd: EtcdCluster,
 ) -> None:
-    with Cluster(1, etcd=etcd, move_bytes_per_s=1 << 20) as cluster, cluster.client(timeout=25.0) as kv:
+    with (
+        Cluster(1, etcd=etcd, move_bytes_per_s=1 << 20) as cluster,
+        cluster.client(timeout=25.0) as kv,
+    ):
         values = {f"k{i}": b"%d" % i * 2000 for i in range(2000)}
         kv.batch_put(values)
         cluster.add_node(wait=False)
@@ -116,7 +120,10 @@ def test_killed_while_it_gives_its_buckets_away_it_loses_only_what_it_still_had(
 
 
 def test_the_target_of_a_move_is_killed_and_nothing_is_lost(etcd: EtcdCluster) -> None:
-    with Cluster(2, etcd=etcd, move_bytes_per_s=1 << 20) as cluster, cluster.client(timeout=25.0) as kv:
+    with (
+        Cluster(2, etcd=etcd, move_bytes_per_s=1 << 20) as cluster,
+        cluster.client(timeout=25.0) as kv,
+    ):
         values = {f"k{i}": b"%d" % i * 2000 for i in range(2000)}
         kv.batch_put(values)
         cluster.add_node("target", wait=False)
@@ -127,7 +134,9 @@ def test_the_target_of_a_move_is_killed_and_nothing_is_lost(etcd: EtcdCluster) -
         reset = {b for b, v in view.buckets.items() if v.record.generation > 1}
         assert len(reset) <= len(gone) + 4
         found = kv.batch_get(list(values))
-        lost = {ring.bucket_of(k.encode(), 64) for k, f in zip(values, found, strict=True) if f is None}
+        lost = {
+            ring.bucket_of(k.encode(), 64) for k, f in zip(values, found, strict=True) if f is None
+        }
         assert lost <= reset
         assert all(f in (None, v) for f, v in zip(found, values.values(), strict=True))
 
@@ -140,7 +149,9 @@ LATE = (DeadlineExceeded, Unreachable)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_write_without_an_answer_is_indeterminate_and_a_read_late(cluster: Cluster, kind: str) -> None:
+def test_a_write_without_an_answer_is_indeterminate_and_a_read_late(
+    cluster: Cluster, kind: str
+) -> None:
     theirs, other = cluster.key_of("n1"), cluster.key_of("n0")
     with client_of(kind, cluster) as kv:
         kv.batch_put({theirs: b"1", other: b"1"})
@@ -179,6 +190,21 @@ def test_a_short_pause_is_waited_through(cluster: Cluster, kind: str) -> None:
         assert kv.stats().keys() == {"n0@1", "n1@1", "n2@1"}
 
 
+def test_callers_of_a_paused_node_find_the_next_owner_of_its_buckets(cluster: Cluster) -> None:
+    """One whose calls are short, and one that waits in a single call."""
+    key = cluster.key_of("n1")
+    with client_of("Client", cluster) as kv, client_of("AsyncClient", cluster) as too:
+        kv.put(key, b"1")
+        too.put(key, b"2")
+        cluster["n1"].pause()
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(too.get, key, timeout=40.0)
+            cluster.wait(lambda: kv.get(key, timeout=0.5) is None, "the bucket starts again")
+            assert long.result() is None
+        assert kv.put(key, b"3", timeout=1.0) == 1
+        assert too.get(key, timeout=1.0) == b"3"
+
+
 def test_a_node_that_wakes_after_its_buckets_started_again_serves_nothing_stale(
     cluster: Cluster,
 ) -> None:
@@ -193,8 +219,10 @@ def test_a_node_that_wakes_after_its_buckets_started_again_serves_nothing_stale(
         cluster["n1"].pause()
         for request in range(2, 7):
             peer.send(wire.encode(Kind.GET, request, 0, get))
-        peer.send(wire.encode(Kind.PUT, 7, 0, wire.Put([key.encode()], [5], wire.PutOptions())), b"stale")
-        assert kv.get(key, timeout=25.0) is None
+        peer.send(
+            wire.encode(Kind.PUT, 7, 0, wire.Put([key.encode()], [5], wire.PutOptions())), b"stale"
+        )
+        cluster.wait(lambda: kv.get(key, timeout=1.0) is None, "the bucket starts again")
         assert kv.put(key, b"new") == 1
         cluster["n1"].resume()
         answers = [peer.receive()[0] for _ in range(6)]
@@ -224,7 +252,8 @@ def test_a_node_alone_without_etcd_fences_itself() -> None:
         cluster.etcd.members[0].pause()
         with configured("Client", config) as seeded:
             wait_for(
-                lambda: next(iter(seeded.stats().values())).labels["serving"] == "false", "it is fenced"
+                lambda: next(iter(seeded.stats().values())).labels["serving"] == "false",
+                "it is fenced",
             )
             with pytest.raises(Stalled, match="stalled"):
                 seeded.get("a", timeout=0.5)

@@ -5,6 +5,7 @@ Each test runs beside the traffic of honest clients, which must not see an error
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import time
@@ -60,7 +61,9 @@ def kv(cluster: Cluster) -> Iterator[Client]:
 def peer(endpoint: str, cluster: Cluster) -> Iterator[RawPeer]:
     with RawPeer(endpoint, cluster.name) as peer:
         yield peer
-        assert peer.ask(Kind.PING, wire.Empty(), request=999).kind == Kind.PONG, "it is still served"
+        assert peer.ask(Kind.PING, wire.Empty(), request=999).kind == Kind.PONG, (
+            "it is still served"
+        )
 
 
 def head(kind: int, body: bytes, request: int = 7, version: int = VERSION) -> bytes:
@@ -205,7 +208,9 @@ def test_bytes_outside_of_an_allocation_are_refused(peer: RawPeer, kv: Client) -
     for offset, length in ((1, 100), (101, 0), (100, 1), (1 << 61, 1)):
         answer = peer.ask(Kind.WRITE, wire.Write(id, offset), bytes(length))
         assert answer.kind == Kind.ERROR, (offset, length)
-    assert peer.ask(Kind.WRITE, wire.Write(id + 1000, 0), b"x").body.statuses == bytes([Status.CONFLICT])
+    assert peer.ask(Kind.WRITE, wire.Write(id + 1000, 0), b"x").body.statuses == bytes(
+        [Status.CONFLICT]
+    )
     early = peer.ask(Kind.COMMIT, wire.Commit([id]), request=2).body.statuses
     assert early == bytes([Status.INVALID])
     assert not kv.exists("alloc")
@@ -293,10 +298,8 @@ def test_nonsense_on_a_port_disturbs_nobody(cluster: Cluster, kv: Client, name: 
     for address in ports(cluster).values():
         socks = [socket.create_connection(address, 5) for _ in range(5)]
         for sock in socks:
-            try:
+            with contextlib.suppress(OSError):
                 sock.sendall(NONSENSE[name])
-            except OSError:
-                pass
         assert kv.put("beside", name.encode()) == 1
         assert kv.get("beside") == name.encode()
         for sock in socks:
@@ -312,18 +315,20 @@ def test_random_messages_disturb_nobody(cluster: Cluster, endpoint: str, kv: Cli
     with RawPeer(endpoint, cluster.name) as peer:
         for i in range(3000):
             body = rng.randbytes(rng.randrange(60))
-            frame = body if i % 3 == 0 else head(rng.choice(kinds), body, request=rng.getrandbits(64))
+            frame = (
+                body if i % 3 == 0 else head(rng.choice(kinds), body, request=rng.getrandbits(64))
+            )
             peer.send(frame, *[rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(3))])
             while peer.socket.poll(0):
                 peer.receive()
     for address in ports(cluster).values():
         for _ in range(30):
-            with socket.create_connection(address, 5) as sock:
-                try:
-                    for _ in range(rng.randrange(4)):
-                        sock.sendall(rng.randbytes(rng.randrange(2000)))
-                except OSError:
-                    pass
+            with (
+                socket.create_connection(address, 5) as sock,
+                contextlib.suppress(OSError),
+            ):
+                for _ in range(rng.randrange(4)):
+                    sock.sendall(rng.randbytes(rng.randrange(2000)))
     assert kv.get("beside") == b"1"
 
 
@@ -415,11 +420,9 @@ def test_a_data_connection_that_does_not_read_its_answers_holds_up_nobody(
     peer, sock = data_connection(cluster, endpoint)
     with peer, sock:
         sock.settimeout(1.0)
-        try:
+        with contextlib.suppress(TimeoutError):
             for _ in range(1000):
                 sock.sendall(get)
-        except TimeoutError:
-            pass
         assert kv.get("much") == bytes(8 * MiB)
         assert kv.put("much", b"") == 1
     wait_for(lambda: figure(kv, "memory_retiring_bytes") == 0, "what it held is free")

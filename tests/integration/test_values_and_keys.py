@@ -45,7 +45,16 @@ def kv(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Any]:
         np.zeros((0, 3), dtype=np.int64),
         np.float64(3.5),
     ],
-    ids=["bytes", "bytearray", "memoryview", "slice", "array", "numpy", "numpy empty", "numpy scalar"],
+    ids=[
+        "bytes",
+        "bytearray",
+        "memoryview",
+        "slice",
+        "array",
+        "numpy",
+        "numpy empty",
+        "numpy scalar",
+    ],
 )
 def test_any_contiguous_buffer_is_a_value(kv: Any, value: Any) -> None:
     assert kv.put("buffer", value) == 1
@@ -76,7 +85,12 @@ def test_what_is_no_contiguous_buffer_is_refused(kv: Any, value: Any, message: s
 
 @pytest.mark.parametrize(
     "buffer",
-    [bytearray(16), array.array("q", [0, 0]), np.zeros(4, dtype=np.float32), memoryview(bytearray(16))],
+    [
+        bytearray(16),
+        array.array("q", [0, 0]),
+        np.zeros(4, dtype=np.float32),
+        memoryview(bytearray(16)),
+    ],
     ids=["bytearray", "array", "numpy", "memoryview"],
 )
 def test_any_writable_contiguous_buffer_receives(kv: Any, buffer: Any) -> None:
@@ -92,7 +106,9 @@ def test_a_strided_buffer_is_refused_as_a_receiver(kv: Any) -> None:
         kv.get_into("into", np.zeros(8, dtype=np.uint8)[::2])
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 4096, 65535, 65536, 262143, 262144, 262145, 3 * MiB + 1])
+@pytest.mark.parametrize(
+    "size", [1, 63, 64, 4096, 65535, 65536, 262143, 262144, 262145, 3 * MiB + 1]
+)
 def test_values_come_back_whole(kv: Any, size: int) -> None:
     value = random.Random(size).randbytes(size)
     kv.put("whole", value)
@@ -139,7 +155,10 @@ def test_a_value_of_one_gibibyte(etcd: EtcdCluster) -> None:
     for i in range(1024):
         value[i * MiB : (i + 1) * MiB] = block
         value[i * MiB : i * MiB + 4] = i.to_bytes(4, "big")
-    with Cluster(1, etcd=etcd, memory_limit_bytes=GiB + 64 * MiB) as cluster, cluster.client() as kv:
+    with (
+        Cluster(1, etcd=etcd, memory_limit_bytes=GiB + 64 * MiB) as cluster,
+        cluster.client() as kv,
+    ):
         assert kv.put("huge", value, timeout=60) == 1
         buffer = bytearray(GiB)
         assert kv.get_into("huge", buffer, timeout=60) == GiB
@@ -170,7 +189,22 @@ def test_a_hundred_thousand_small_keys(kv: Any) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["ключ", "鍵", "🔑", " ", "\n", "a\0b", "{", "}", "{}", "{a", "a}{b}", "{a}{b}", "//", "k" * 1024],
+    [
+        "ключ",
+        "鍵",
+        "🔑",
+        " ",
+        "\n",
+        "a\0b",
+        "{",
+        "}",
+        "{}",
+        "{a",
+        "a}{b}",
+        "{a}{b}",
+        "//",
+        "k" * 1024,
+    ],
 )
 def test_text_keys(kv: Any, key: str) -> None:
     kv.put(key, key.encode())
@@ -179,7 +213,9 @@ def test_text_keys(kv: Any, key: str) -> None:
     assert kv.delete(key)
 
 
-@pytest.mark.parametrize("key", [b"\0", b"\0\0", b"\xff", b"\xff" * 1024, b"a\0{b\0}c", bytes(range(256))])
+@pytest.mark.parametrize(
+    "key", [b"\0", b"\0\0", b"\xff", b"\xff" * 1024, b"a\0{b\0}c", bytes(range(256))]
+)
 def test_binary_keys(kv: Any, key: bytes) -> None:
     kv.put(key, key)
     assert kv.get(key) == key
@@ -235,8 +271,8 @@ def test_a_scan_of_a_tag_asks_one_node_once(kv: Any) -> None:
 
 @pytest.mark.parametrize(
     ("call", "figure_name"),
-    [("batch_put", "put"), ("batch_get", "get"), ("batch_exists", "exists"), ("match_prefix", "match"),
-     ("batch_delete", "delete"), ("pin", "pin"), ("unpin", "unpin")],
+    [("batch_put", "put"), ("batch_get", "get"), ("batch_exists", "exists"),
+     ("match_prefix", "match"), ("batch_delete", "delete"), ("pin", "pin"), ("unpin", "unpin")],
 )  # fmt: skip
 def test_a_batch_of_a_thousand_keys_is_one_message_for_each_owner(
     kv: Any, call: str, figure_name: str

@@ -1,0 +1,175 @@
+"""What the tensor calls need of CUDA: copies between host and GPU, in the order of a stream.
+
+The driver's own interface (``libcuda``), called by ctypes, so that torch, cupy and others are
+served alike and none of them is needed. Numbers of streams are those that frameworks hand out;
+0 and 1 are the legacy default stream, 2 the per-thread one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from p2pkv.buffers import address_of
+from p2pkv.errors import ConfigError, DeviceError
+
+LEGACY_STREAM = 1
+_DEVICE_ORDINAL = 9
+_PORTABLE = 1
+
+
+class Driver(Protocol):
+    """Copies and memory of GPUs. Every call raises DeviceError when the driver refuses."""
+
+    def device_of(self, address: int) -> int:
+        """The number of the GPU on which this address is."""
+        ...
+
+    def pinned(self, size: int) -> memoryview:
+        """Host memory that GPUs reach without a detour. It is given back with its last view."""
+        ...
+
+    def to_host(self, device: int, target: memoryview, address: int, stream: int) -> None:
+        """Begin to copy from a GPU, after all that was put on the stream before."""
+        ...
+
+    def to_device(self, device: int, address: int, source: memoryview, stream: int) -> None:
+        """Begin to copy to a GPU, before all that is put on the stream afterwards."""
+        ...
+
+    def wait(self, device: int, stream: int) -> None:
+        """Wait until all is done that was put on the stream."""
+        ...
+
+    def register_host(self, view: memoryview) -> Callable[[], None]:
+        """Let GPUs reach host memory without a detour. Returns what ends that."""
+        ...
+
+
+class CudaDriver:
+    """The driver of this machine. Raises ConfigError where there is none."""
+
+    def __init__(self) -> None:
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as e:
+            raise ConfigError(f"a tensor on a GPU needs NVIDIA's driver: {e}") from None
+        self._contexts: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def device_of(self, address: int) -> int:
+        number = ctypes.c_int()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(number), _DEVICE_ORDINAL, ctypes.c_uint64(address)
+        )
+        return number.value
+
+    def pinned(self, size: int) -> memoryview:
+        place = ctypes.c_void_p()
+        with self._on(0):
+            self._call("cuMemHostAlloc", ctypes.byref(place), ctypes.c_size_t(size), _PORTABLE)
+        block: Any = (ctypes.c_char * size).fromaddress_of(place.value or 0)
+        block.keep = _Owned(lambda: self._free(place))
+        return memoryview(block).cast("B")
+
+    def _free(self, place: ctypes.c_void_p) -> None:
+        with self._on(0):
+            self._call("cuMemFreeHost", place)
+
+    def to_host(self, device: int, target: memoryview, address: int, stream: int) -> None:
+        with self._on(device):
+            self._call(
+                "cuMemcpyDtoHAsync_v2",
+                ctypes.c_void_p(address_of(target)),
+                ctypes.c_uint64(address),
+                ctypes.c_size_t(len(target)),
+                ctypes.c_void_p(stream),
+            )
+
+    def to_device(self, device: int, address: int, source: memoryview, stream: int) -> None:
+        with self._on(device):
+            self._call(
+                "cuMemcpyHtoDAsync_v2",
+                ctypes.c_uint64(address),
+                ctypes.c_void_p(address_of(source)),
+                ctypes.c_size_t(len(source)),
+                ctypes.c_void_p(stream),
+            )
+
+    def wait(self, device: int, stream: int) -> None:
+        with self._on(device):
+            self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def register_host(self, view: memoryview) -> Callable[[], None]:
+        place = ctypes.c_void_p(address_of(view))
+        with self._on(0):
+            size = ctypes.c_size_t(len(view))
+            self._call("cuMemHostRegister_v2", place, size, ctypes.c_uint(_PORTABLE))
+
+        def end() -> None:
+            with self._on(0):
+                self._call("cuMemHostUnregister", place)
+
+        return end
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        """With the context of this GPU that frameworks use, too."""
+        self._call("cuCtxPushCurrent_v2", ctypes.c_void_p(self._context(device)))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, device: int) -> int:
+        with self._lock:
+            if device not in self._contexts:
+                number, context = ctypes.c_int(), ctypes.c_void_p()
+                self._call("cuDeviceGet", ctypes.byref(number), device)
+                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+                self._contexts[device] = context.value or 0
+            return self._contexts[device]
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = getattr(self._cuda, name)(*arguments)
+        if error:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(error, ctypes.byref(text))
+            said = (text.value or b"unknown error").decode()
+            raise DeviceError(f"{name}: {said} (CUDA error {error})")
+
+
+class _Owned:
+    """Calls ``end`` when the last reference to it goes."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __del__(self) -> None:
+        self._end()
+
+
+_driver: Driver | None = None
+
+
+def driver() -> Driver:
+    """The one in use. Raises ConfigError where there is none."""
+    global _driver
+    if _driver is None:
+        _driver = CudaDriver()
+    return _driver
+
+
+@contextmanager
+def using(other: Driver) -> Iterator[None]:
+    """Another driver for a while, for tests."""
+    global _driver
+    before, _driver = _driver, other
+    try:
+        yield
+    finally:
+        _driver = before

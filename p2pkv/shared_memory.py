@@ -1,0 +1,257 @@
+"""The memory of a node on the same host, and what its use makes of requests and answers.
+
+A node on the same host lets its clients map its arena. Then a get is answered by *where* the
+values lie; they are copied from there, and the header before each value, which changes before its
+memory is used for anything else, tells afterwards whether the copy is good (a seqlock, seen from
+the reader's side). A put asks for room, fills it, and commits. Nothing depends on the node's being
+alive while bytes are copied.
+
+That a host is the same is proven by content: the file must hold the proof that the node sent.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from p2pkv import _native, wire
+from p2pkv.buffers import OFF_GIL_MIN, copy
+from p2pkv.errors import ProtocolError
+from p2pkv.objects import HEADER_BYTES, read_header
+from p2pkv.parts import Parts, fill, flat, size_of, sizes_of
+from p2pkv.routing import Reply, Request
+from p2pkv.stream import inline_sizes
+from p2pkv.transport import ClientSession
+from p2pkv.wire import Kind, Status
+
+SHARED_PUT_MIN = 128 << 10
+"""Puts of fewer bytes go over the connection: one round trip instead of two."""
+
+PROOF_BYTES_MIN = 16
+
+
+class SharedArena:
+    """A node's memory, mapped."""
+
+    def __init__(self, mapping: mmap.mmap, fd: int) -> None:
+        self.view = memoryview(mapping)
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
+        self._region = _native.Region(self.view) if _native.available else None
+
+    @classmethod
+    def open(cls, path: str, size: int, proof: bytes) -> SharedArena | None:
+        """Map the file, if it is the one that the node means, and nobody else's.
+
+        Another user could shorten a file of his, which kills who reads the mapping.
+        """
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (OSError, ValueError):
+            return None
+        try:
+            if len(proof) < PROOF_BYTES_MIN or os.fstat(fd).st_uid != os.geteuid():
+                return None
+            return cls(mmap.mmap(fd, size), fd) if os.pread(fd, len(proof), size) == proof else None
+        except (OSError, ValueError, OverflowError):
+            return None
+        finally:
+            os.close(fd)
+
+    def holds(self, offset: int, size: int) -> bool:
+        return HEADER_BYTES <= offset <= len(self.view) - size
+
+    def read(self, offsets: Sequence[int], targets: Sequence[Parts]) -> None:
+        """Copy from the arena; one native call, without the GIL."""
+        if self._region is not None:
+            sources = self._region.pieces(offsets, sizes_of(targets))
+            _native.copy(_native.Pieces.targets(flat(targets)), sources)
+            return
+        for offset, target in zip(offsets, targets, strict=True):
+            fill(target, self.view[offset : offset + size_of(target)], copy)
+
+    def load(self, offset: int, size: int) -> bytes:
+        """A value as an object of its own. A large one is read from the file: without the GIL."""
+        if size < OFF_GIL_MIN:
+            return bytes(self.view[offset : offset + size])
+        value = os.pread(self._fd, size, offset)
+        return value if len(value) == size else bytes(self.view[offset : offset + size])
+
+    def write(self, offsets: Sequence[int], sources: Sequence[Parts]) -> None:
+        """Copy into the arena; one native call, without the GIL."""
+        if self._region is not None:
+            targets = self._region.pieces(offsets, sizes_of(sources))
+            _native.copy(targets, _native.Pieces.sources(flat(sources)))
+            return
+        for offset, source in zip(offsets, sources, strict=True):
+            at = offset
+            for part in flat([source]):
+                self.view[at : at + len(part)] = part
+                at += len(part)
+
+    def unchanged(self, key: bytes, offset: int, size: int, version: int) -> bool:
+        """Whether what was copied from there was this value all the time."""
+        header = read_header(self.view, offset)
+        return (
+            header is not None
+            and header.version == version
+            and header.size == size
+            and header.key_hash == xxh3_64_intdigest(key)
+        )
+
+
+def message_for(request: Request, session: ClientSession, arena: SharedArena | None) -> Request:
+    """The message that carries a request: itself, or what asks for the memory's places.
+
+    Gives the request its number. A put that may have run is repeated as it is: the node knows its
+    number, and would make room in vain.
+    """
+    if not request.id:
+        request.id = session.next_number()
+    if arena is None:
+        return request
+    if request.kind == Kind.GET:
+        body = msgspec.structs.replace(request.body, locate=True)
+        return in_other_words(request, Kind.GET, body, request.id)
+    if request.kind == Kind.PUT and not request.unsure and _is_shared(arena, request.body):
+        put: Any = request.body
+        alloc = wire.Alloc(put.keys, put.sizes, put.options, True)
+        return in_other_words(request, Kind.ALLOC, alloc, session.next_number())
+    return request
+
+
+def _is_shared(arena: SharedArena, body: Any) -> bool:
+    """Small puts take one round trip less without; very large ones evict as they come."""
+    total: int = sum(body.sizes)
+    return SHARED_PUT_MIN <= total <= len(arena.view) // 4
+
+
+def in_other_words(request: Request, kind: Kind, body: wire.Body, id: int) -> Request:
+    """The request as another message, without its payload."""
+    message = Request(request.to, kind, body)
+    message.id = id
+    return message
+
+
+class SharedPut:
+    """A put whose values the client writes to where the node made room. ``run`` writes them.
+
+    Raises ProtocolError for an answer that makes no sense.
+    """
+
+    def __init__(self, arena: SharedArena, request: Request, body: wire.Allocated) -> None:
+        put: Any = request.body
+        if len(body.ids) != len(put.keys) or len(body.offsets) != len(put.keys):
+            raise ProtocolError(f"{len(body.ids)} allocations for {len(put.keys)} keys")
+        if body.statuses and len(body.statuses) != len(put.keys):
+            raise ProtocolError(f"{len(body.statuses)} statuses for {len(put.keys)} keys")
+        values = wire.gathered(request.payload, put.sizes)
+        self.made = [i for i, id in enumerate(body.ids) if id]
+        self.offsets = [body.offsets[i] for i in self.made]
+        self.values = [values[i] for i in self.made]
+        self.ids = [body.ids[i] for i in self.made]
+        self.sizes = [put.sizes[i] for i in self.made]
+        self.nbytes = sum(self.sizes)
+        self._arena = arena
+        self._statuses = body.statuses or bytes(len(body.ids))
+        if not all(map(arena.holds, self.offsets, self.sizes)):
+            raise ProtocolError("an allocation outside of the arena")
+
+    def run(self) -> None:
+        self._arena.write(self.offsets, self.values)
+
+    def commit(self, request: Request) -> Request:
+        """The message that makes the values visible, under the number of the put itself."""
+        return in_other_words(request, Kind.COMMIT, wire.Commit(self.ids, True), request.id)
+
+    def reply(self, answer: Reply | None = None) -> Reply:
+        """What became of each key, by the answer to the commit, if there was any to commit."""
+        statuses = bytearray(self._statuses)
+        committed = (answer.body.statuses if answer else b"") or bytes(len(self.made))
+        if len(committed) != len(self.made):
+            raise ProtocolError(f"{len(committed)} statuses for {len(self.made)} commits")
+        for i, status in zip(self.made, committed, strict=True):
+            # an allocation that is gone: begin again
+            statuses[i] = Status.MOVING if status == Status.CONFLICT else status
+        body = wire.Statuses(bytes(statuses) if any(statuses) else b"")
+        return Reply(Kind.STATUSES, body, (), answer.revision if answer else 0)
+
+
+class LocatedValues:
+    """An answer of which some values lie in the arena. ``run`` fetches them, ``reply`` checks them.
+
+    Raises ProtocolError for an answer that makes no sense.
+    """
+
+    def __init__(self, arena: SharedArena, request: Request, reply: Reply) -> None:
+        body: wire.Values = reply.body
+        asked: Any = request.body
+        self._keys: list[bytes] = asked.keys
+        _check_lists(len(self._keys), body, bool(asked.starts))
+        self._arena = arena
+        self._answer = reply
+        self._located = [i for i, offset in enumerate(body.offsets) if offset]
+        self._totals = body.totals or body.sizes
+        self._places = [body.offsets[i] for i in self._located]
+        if asked.starts:
+            starts = [asked.starts[i] for i in self._located]
+            self._places = [a + start for a, start in zip(self._places, starts, strict=True)]
+        self._sizes = [body.sizes[i] for i in self._located]
+        self.nbytes = sum(self._sizes)
+        if not all(map(arena.holds, self._places, self._sizes)):
+            raise ProtocolError("a value outside of the arena")
+        sent = wire.placed(reply.frames, inline_sizes(body), body.starts)
+        self._values: list[bytes | None] | None = None
+        self._targets: Sequence[Parts] = ()
+        if request.sink is None:
+            self._values = [bytes(view) for view in sent]
+            return
+        targets = request.sink(body)
+        for target, view in zip(targets, sent, strict=True):
+            if len(view):
+                fill(target, view, copy)
+        self._targets = [targets[i] for i in self._located]
+
+    def run(self) -> None:
+        if self._values is None:
+            self._arena.read(self._places, self._targets)
+            return
+        for i, place, size in zip(self._located, self._places, self._sizes, strict=True):
+            self._values[i] = self._arena.load(place, size)
+
+    def reply(self) -> Reply:
+        """The answer. A value that changed while it was copied is to be asked for again."""
+        answer, body, values = self._answer, self._answer.body, self._values
+        whole = msgspec.structs.replace(
+            body, statuses=self._statuses(), starts=[], offsets=[], versions=[]
+        )
+        frames = [v for v in values if v] if values is not None else ()
+        return Reply(answer.kind, whole, frames, answer.revision, values, values is None)
+
+    def _statuses(self) -> bytes:
+        body, keys, unchanged = self._answer.body, self._keys, self._arena.unchanged
+        changed = [
+            i
+            for i in self._located
+            if not unchanged(keys[i], body.offsets[i], self._totals[i], body.versions[i])
+        ]
+        if not changed:
+            return bytes(body.statuses)
+        statuses = bytearray(body.statuses or bytes(len(keys)))
+        for i in changed:
+            statuses[i] = Status.DEFERRED
+        return bytes(statuses)
+
+
+def _check_lists(keys: int, body: wire.Values, ranges: bool) -> None:
+    for name in ("sizes", "offsets", "versions", "totals", "statuses"):
+        given = len(getattr(body, name))
+        needed = name in ("sizes", "offsets", "versions") or (name == "totals" and ranges)
+        if given != keys and (given or needed):
+            raise ProtocolError(f"{given} {name} for {keys} keys")
