@@ -10,6 +10,7 @@ from p2pkv.config import Limits
 from p2pkv.errors import InvalidArgument, TooLarge
 from p2pkv.memory import RegisteredMemory, is_place
 from p2pkv.parts import NOTHING, Parts
+from p2pkv.wire import PutOptions
 
 Key = str | bytes
 
@@ -194,3 +195,11 @@ def _within(name: str, seconds: float, bound: float) -> float:
             f"{name} = {seconds!r}: must be more than 0 and less than {bound:.0e} seconds"
         )
     return seconds
+
+
+def put_options(
+    if_absent: bool, write_once: bool, soft_pin: bool, hard_pin: bool, ttl: float | None
+) -> PutOptions:
+    """Checked options of a put. Raises InvalidArgument."""
+    ttl_ms = 0 if ttl is None else milliseconds("ttl", ttl)
+    return PutOptions(if_absent, write_once, soft_pin, hard_pin, ttl_ms)

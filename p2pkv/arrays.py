@@ -11,6 +11,7 @@ import sys
 from typing import Any, NamedTuple
 
 from p2pkv import dlpack
+from p2pkv.buffers import address_of
 from p2pkv.errors import ConfigError, InvalidArgument
 from p2pkv.layouts import Layout, packed
 from p2pkv.tensor_header import ALIGNMENT, ITEMSIZES, TensorHeader
@@ -104,7 +105,9 @@ def _of_torch(tensor: Any, torch: Any, writing: bool) -> TensorMemory:
     if kind == "cpu":
         return TensorMemory(dtype, layout, tensor.data_ptr(), tensor)
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    return TensorMemory(dtype, layout, tensor.data_ptr(), tensor, False, tensor.device.index, stream)
+    return TensorMemory(
+        dtype, layout, tensor.data_ptr(), tensor, False, tensor.device.index, stream
+    )
 
 
 def _of_numpy(tensor: Any) -> TensorMemory:
@@ -120,7 +123,9 @@ def _of_numpy(tensor: Any) -> TensorMemory:
     dtype = _known_dtype(array.dtype.name)
     address, readonly = array.__array_interface__["data"]
     layout = Layout(array.shape, array.strides, array.itemsize)
-    return TensorMemory(dtype, layout, address, array, readonly or not isinstance(tensor, np.ndarray))
+    return TensorMemory(
+        dtype, layout, address, array, readonly or not isinstance(tensor, np.ndarray)
+    )
 
 
 def _of_interface(tensor: Any, interface: dict[str, Any], device: bool) -> TensorMemory:
@@ -219,6 +224,12 @@ def _raw(memory: TensorMemory) -> Any:
     block: Any = (ctypes.c_char * extent).from_address(memory.address + lowest)
     block.keep = memory.keep
     return numpy().ndarray(shape, f"V{itemsize}", block, -lowest, strides)
+
+
+def over(header: TensorHeader, data: memoryview) -> TensorMemory:
+    """Packed elements, as a tensor's memory."""
+    address = address_of(data) if len(data) else 0
+    return TensorMemory(header.dtype, header.layout, address, data)
 
 
 def fresh_bytes(size: int) -> memoryview:

@@ -11,15 +11,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from p2pkv import clock, wire
+from p2pkv.arguments import put_options
 from p2pkv.async_driver import AsyncDriver
 from p2pkv.buffers import copy
-from p2pkv.client import NearCache, client_config, near_batch_get, put_options, scan_cursor
+from p2pkv.client import NearCache, client_config, near_batch_get, scan_cursor
 from p2pkv.config import ClientConfig, EtcdConfig
 from p2pkv.operations import Key, Operations, encode_key
 from p2pkv.routing import Router
+from p2pkv.tensors import AsyncTensorCalls
 
 
-class AsyncClient:
+class AsyncClient(AsyncTensorCalls):
     """A p2pkv cluster, from an asyncio program.
 
     Arguments, calls, results and errors are those of ``Client``; every call is awaited, and

@@ -119,7 +119,7 @@ def _run_size(config: ClientConfig, jobs: list[_Job], clients: int) -> list[Row]
             worker.join(5.0)
             if worker.is_alive():
                 worker.kill()
-    return [_row(job, clients, [r[i] for r in reports]) for i, job in enumerate(jobs)]
+    return [_row(job, clients, config.path, [r[i] for r in reports]) for i, job in enumerate(jobs)]
 
 
 def _next_report(results: Any, workers: Sequence[Any], budget_s: float) -> list[Any]:
@@ -137,7 +137,7 @@ def _next_report(results: Any, workers: Sequence[Any], budget_s: float) -> list[
     raise P2PKVError(f"the benchmark's clients did not end within {budget_s:.0f} s")
 
 
-def _row(job: _Job, clients: int, reports: Sequence[tuple[list[int], int]]) -> Row:
+def _row(job: _Job, clients: int, path: str, reports: Sequence[tuple[list[int], int]]) -> Row:
     rate = sum(len(t) / (sum(t) / 1e9) for t, _ in reports if t)
     times = sorted(x for t, _ in reports for x in t) or [0]
     moved = 0 if job.workload in ("exists", "match") else job.size_bytes * job.batch
@@ -146,7 +146,7 @@ def _row(job: _Job, clients: int, reports: Sequence[tuple[list[int], int]]) -> R
         size_bytes=job.size_bytes,
         batch=job.batch,
         clients=clients,
-        path="zmq",
+        path=path,
         ops_per_s=round(rate, 1),
         gb_per_s=round(rate * moved / 1e9, 4),
         p50_us=round(times[len(times) // 2] / 1e3, 1),
@@ -161,8 +161,7 @@ def _row(job: _Job, clients: int, reports: Sequence[tuple[list[int], int]]) -> R
 def _worker(config: ClientConfig, jobs: list[_Job], who: int, barrier: Barrier,
             results: Any) -> None:  # fmt: skip
     try:
-        etcd, seeds = config.etcd, list(config.seeds) or None
-        with Client(seeds=seeds, etcd=etcd, cluster=config.cluster, timeout=30.0) as kv:
+        with Client.from_config(config) as kv:
             data = _Data(jobs[0], who)
             data.store(kv)
             report = []

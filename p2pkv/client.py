@@ -20,6 +20,7 @@ import zmq
 from zmq.backend import zmq_poll
 
 from p2pkv import clock, discovery, wire
+from p2pkv.arguments import put_options
 from p2pkv.buffers import copy
 from p2pkv.config import ClientConfig, EtcdConfig, build
 from p2pkv.data_path import DataExchange, DataPath
@@ -33,7 +34,7 @@ from p2pkv.errors import (
     P2PKVError,
     ProtocolError,
 )
-from p2pkv.operations import Key, Operations, ScanCursor, encode_key, encode_prefix, milliseconds
+from p2pkv.operations import Key, Operations, ScanCursor, encode_key, encode_prefix
 from p2pkv.routing import (
     Answer,
     Effect,
@@ -47,8 +48,9 @@ from p2pkv.routing import (
     Router,
     note_lost,
 )
+from p2pkv.tensors import TensorCalls
 from p2pkv.transport import ClientSession, Link, new_client_id
-from p2pkv.wire import Kind, PutOptions
+from p2pkv.wire import Kind
 
 T = TypeVar("T")
 
@@ -508,7 +510,7 @@ def client_config(
     return build(ClientConfig, tree)
 
 
-class Client:
+class Client(TensorCalls):
     """A p2pkv cluster, from a blocking program. Thread-safe.
 
     Give ``etcd_endpoints`` (or ``etcd=EtcdConfig(...)`` for TLS and passwords), or ``seeds``: the
@@ -799,13 +801,6 @@ class Client:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Client holds sockets and cannot be pickled; make one in each process")
-
-
-def put_options(if_absent: bool, write_once: bool, soft_pin: bool, hard_pin: bool,
-                ttl: float | None) -> PutOptions:  # fmt: skip
-    """Checked options of a put. Raises InvalidArgument."""
-    return PutOptions(if_absent, write_once, soft_pin, hard_pin,
-                      0 if ttl is None else milliseconds("ttl", ttl))  # fmt: skip
 
 
 def scan_cursor(ops: Operations, prefix: Key, page: int) -> ScanCursor:

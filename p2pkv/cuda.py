@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from p2pkv.buffers import address_of
@@ -19,6 +19,7 @@ from p2pkv.errors import ConfigError, DeviceError
 LEGACY_STREAM = 1
 _DEVICE_ORDINAL = 9
 _PORTABLE = 1
+_DISABLE_TIMING = 2
 
 
 class Driver(Protocol):
@@ -40,8 +41,8 @@ class Driver(Protocol):
         """Begin to copy to a GPU, before all that is put on the stream afterwards."""
         ...
 
-    def wait(self, device: int, stream: int) -> None:
-        """Wait until all is done that was put on the stream."""
+    def mark(self, device: int, stream: int) -> Callable[[], None]:
+        """What waits until all is done that was put on the stream before this. Call it once."""
         ...
 
     def register_host(self, view: memoryview) -> Callable[[], None]:
@@ -72,12 +73,12 @@ class CudaDriver:
         place = ctypes.c_void_p()
         with self._on(0):
             self._call("cuMemHostAlloc", ctypes.byref(place), ctypes.c_size_t(size), _PORTABLE)
-        block: Any = (ctypes.c_char * size).fromaddress_of(place.value or 0)
+        block: Any = (ctypes.c_char * size).from_address(place.value or 0)
         block.keep = _Owned(lambda: self._free(place))
         return memoryview(block).cast("B")
 
     def _free(self, place: ctypes.c_void_p) -> None:
-        with self._on(0):
+        with suppress(DeviceError), self._on(0):  # at the end of the program it may be gone
             self._call("cuMemFreeHost", place)
 
     def to_host(self, device: int, target: memoryview, address: int, stream: int) -> None:
@@ -100,9 +101,18 @@ class CudaDriver:
                 ctypes.c_void_p(stream),
             )
 
-    def wait(self, device: int, stream: int) -> None:
+    def mark(self, device: int, stream: int) -> Callable[[], None]:
+        event = ctypes.c_void_p()
         with self._on(device):
-            self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+            self._call("cuEventCreate", ctypes.byref(event), _DISABLE_TIMING)
+            self._call("cuEventRecord", event, ctypes.c_void_p(stream))
+
+        def wait() -> None:
+            with self._on(device):
+                self._call("cuEventSynchronize", event)
+                self._call("cuEventDestroy_v2", event)
+
+        return wait
 
     def register_host(self, view: memoryview) -> Callable[[], None]:
         place = ctypes.c_void_p(address_of(view))

@@ -138,6 +138,7 @@ class DataServer:
             if self._loop is not None:
                 self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
+            self._listener = None
         for connection in list(self._peers):
             connection.close()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -56,9 +57,11 @@ class SharedArena:
         except (OSError, ValueError):
             return None
         try:
-            if len(proof) < PROOF_BYTES_MIN or os.fstat(fd).st_uid != os.geteuid():
+            status = os.fstat(fd)
+            ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not ours or len(proof) < PROOF_BYTES_MIN or os.pread(fd, len(proof), size) != proof:
                 return None
-            return cls(mmap.mmap(fd, size), fd) if os.pread(fd, len(proof), size) == proof else None
+            return cls(mmap.mmap(fd, size), fd)
         except (OSError, ValueError, OverflowError):
             return None
         finally:

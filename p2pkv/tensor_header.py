@@ -4,8 +4,8 @@
 
     magic "p2pkvT" · version u8 · 0 u8 · bytes of MessagePack u16 · MessagePack · zeros
 
-The elements follow, packed, at the next multiple of 64 bytes. The header of a tensor depends on nothing
-but its dtype, shape and order, so a reader that expects one can compare bytes.
+The elements follow, packed, at the next multiple of 64 bytes. A header depends on nothing but
+dtype, shape and order, so a reader that expects a tensor can compare bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _decoder = msgspec.msgpack.Decoder(TensorHeader)
 
 
 def header_bytes(start: memoryview | bytes, name: str) -> int:
-    """How long the header is of which this is the beginning. Raises TensorMismatch, CorruptValue."""
+    """How long the header is that begins so. Raises TensorMismatch, CorruptValue."""
     if len(start) < PREFIX.size or bytes(start[: len(MAGIC)]) != MAGIC:
         raise TensorMismatch(f"{name}: its value is no tensor")
     _, version, length = PREFIX.unpack_from(start)

@@ -180,6 +180,8 @@ class TcpPeer:
                 continue
 
     def stop(self) -> None:
+        if self._listener.fileno() < 0:
+            return
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
@@ -211,7 +213,7 @@ class DataPeer(RawPeer):
         receive_buffer: int = 0,
         sessions: bool = False,
     ) -> None:
-        self.token = b"t" * 16
+        self.token = self.token_given = b"t" * 16
         self.arena = arena
         self.refusals = 0
         self._data_script = data
@@ -229,7 +231,7 @@ class DataPeer(RawPeer):
         self._data_script(wire_)
 
     def _greeted(self, session: bytes) -> None:
-        body = wire.Welcome(PEER, 30_000, {}, (self.data.endpoint,), self.token, self.arena)
+        body = wire.Welcome(PEER, 30_000, {}, (self.data.endpoint,), self.token_given, self.arena)
         self._answer(session, 0, (Kind.WELCOME, body, ()))
 
     def stop(self) -> None:

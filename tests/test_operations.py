@@ -243,10 +243,26 @@ def test_a_get_of_an_empty_value(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [BROKEN, values(Status.MOVING), refused(Fault.NOT_READY), values(b"a", b"b")]
+    "answer", [values(Status.MOVING), refused(Fault.NOT_READY), values(b"a", b"b")]
 )
 def test_a_get_with_an_unusual_answer_goes_the_usual_way(desk: Desk, answer: Any) -> None:
     script = desk.start(desk.ops.get(K0)).answer(answer)
+    assert script.answer(values(b"v")).result == b"v"
+
+
+def test_a_get_without_an_answer_looks_at_the_ring_and_goes_the_usual_way(desk: Desk) -> None:
+    script = desk.start(desk.ops.get(K0)).answer(BROKEN)
+    script.routes(table([B] * BUCKETS, members=[A, B], revision=2))
+    assert script.request.to == B
+    assert script.answer(values(b"v")).result == b"v"
+
+
+def test_after_a_call_without_an_answer_the_next_one_looks_at_the_ring_first(desk: Desk) -> None:
+    """A caller whose deadlines are short would else never learn of an owner's successor."""
+    desk.start(desk.ops.get(K0)).answer(LATE).give_up()
+    script = desk.start(desk.ops.get(K0))
+    script.routes(table([B] * BUCKETS, members=[A, B], revision=2))
+    assert script.request.to == B
     assert script.answer(values(b"v")).result == b"v"
 
 

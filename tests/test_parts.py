@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 from array import array
@@ -13,75 +12,26 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ways import KIB, MIB, WAYS, a_client, a_node
 
-from p2pkv import AsyncClient, Client, EtcdConfig, NodeConfig, NodeThread
-from p2pkv.config import ClientConfig, Limits
+from p2pkv import NodeThread
 from p2pkv.errors import BatchError, InvalidArgument, OutOfRange, ProtocolError, TooLarge
-from p2pkv.etcd_server import EtcdCluster
 from p2pkv.memory import RegisteredMemory
 from p2pkv.parts import cut, fill, flat, joined, size_of, sizes_of
 from p2pkv.wire import gathered
 
-KIB, MIB = 1 << 10, 1 << 20
-LIMITS = Limits(message_bytes_max=1 * MIB, value_bytes_max=8 * MIB)
-WAYS = ["hosted", "auto", "tcp", "zmq", "asyncio"]
-
-
-class Blocking:
-    """An AsyncClient whose calls are waited for on a loop of its own."""
-
-    def __init__(self, config: ClientConfig) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._client = AsyncClient.from_config(config)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._client, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            result = method(*args, **options)
-            return self._loop.run_until_complete(result) if asyncio.iscoroutine(result) else result
-
-        return call
-
-    def close(self) -> None:
-        self._loop.run_until_complete(self._client.close())
-        self._loop.close()
-
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[NodeThread]:
-    with EtcdCluster(1) as etcd:
-        config = NodeConfig(
-            cluster="parts",
-            node_id="n",
-            bucket_count=16,
-            memory_limit_bytes=128 * MIB,
-            limits=LIMITS,
-            etcd=EtcdConfig(endpoints=etcd.endpoints),
-        )
-        with NodeThread(config) as node:
-            yield node
+    with a_node() as node:
+        yield node
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def kv(node: NodeThread, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A client that reaches the node in one of the ways there are."""
-    way = request.param
-    config = ClientConfig(
-        cluster="parts",
-        seeds=(node.node.endpoint,),
-        timeout_s=20.0,
-        limits=LIMITS,
-        path="auto" if way in ("hosted", "asyncio") else way,
-    )
-    client: Any
-    if way == "hosted":
-        client = node.client(timeout=20.0)
-    else:
-        client = Blocking(config) if way == "asyncio" else Client.from_config(config)
-    client.put("warm", b"up")  # the data connection exists once the first call has an answer
-    yield client
-    client.close()
+    with a_client(node, request.param) as client:
+        yield client
 
 
 def pieces(data: bytes, *ends: int) -> list[memoryview]:

@@ -119,7 +119,6 @@ BAD_REQUESTS: dict[str, tuple[Kind, wire.Body, Sequence[bytes]]] = {
     "no value": (Kind.PUT, wire.Put([b"bad"], [1], wire.PutOptions()), ()),
     "a value too short": (Kind.PUT, wire.Put([b"bad"], [3], wire.PutOptions()), (b"xx",)),
     "a value too long": (Kind.PUT, wire.Put([b"bad"], [1], wire.PutOptions()), (b"xx",)),
-    "a value in two frames": (Kind.PUT, wire.Put([b"bad"], [2], wire.PutOptions()), (b"x", b"x")),
     "a frame too many": (Kind.PUT, wire.Put([b"bad"], [1], wire.PutOptions()), (b"x", b"x")),
     "sizes for fewer keys": (Kind.PUT, wire.Put([b"bad", b"b"], [1], wire.PutOptions()), (b"x",)),
     "sizes for more keys": (Kind.PUT, wire.Put([b"bad"], [1, 1], wire.PutOptions()), (b"xx",)),
@@ -137,12 +136,19 @@ def test_a_request_that_cannot_be_right_is_refused_and_changes_nothing(
     peer: RawPeer, kv: Client, name: str
 ) -> None:
     kind, body, payload = BAD_REQUESTS[name]
+    kv.delete("bad")
     before = figure(kv, "requests_refused_total")
     answer = peer.ask(kind, body, *payload)
     assert answer.kind == Kind.ERROR
     assert answer.body.fault == Fault.BAD_REQUEST
     assert figure(kv, "requests_refused_total") == before + 1
     assert not kv.exists("bad")
+
+
+def test_a_value_may_come_in_several_frames(peer: RawPeer, kv: Client) -> None:
+    put = wire.Put([b"parts", b"whole"], [3, 2], wire.PutOptions())
+    assert peer.ask(Kind.PUT, put, b"a", b"bcd", b"e").body.statuses == b""
+    assert kv.batch_get(["parts", "whole"]) == [b"abc", b"de"]
 
 
 def test_another_version_is_told_which_one_this_is(peer: RawPeer) -> None:
