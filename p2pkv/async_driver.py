@@ -251,7 +251,7 @@ class _Peer:
     def close(self) -> None:
         self._closed = True
         self._close_waiters()
-        self.link.close()
+        self.link.leave()
         self._end_all(_CLOSED)
         if self.path is not None:
             self.path.lose(_CLOSED.reason)

@@ -383,7 +383,7 @@ class AsyncPath(Connection):
         elif call.over:
             self._send_off(Kind.ABORT, wire.Abort(put.ids))
         else:
-            self._ask(put.commit(call.request), call, call.request)
+            self._ask(put.commit(call.request, self._session), call, call.request)
 
     def _copy(self, call: Call, job: SharedPut | LocatedValues, done: Callable[[], None]) -> None:
         if job.nbytes < OFF_LOOP_MIN:
@@ -416,7 +416,7 @@ class AsyncPath(Connection):
                 call.answer(silence)
                 self._waiting[id] = None
                 self._receive_to_nowhere(id)
-                self._stop_sending(id)
+                self._stop_sending(id, call)
             if self.closed:
                 return
         if self._waiting and monotonic() - max(self._heard_ns, self._asked_ns) > SILENCE_NS:
@@ -433,7 +433,7 @@ class AsyncPath(Connection):
         self._landing, self._values, self._parts = None, [], []
         self._targets = nowhere(left)
 
-    def _stop_sending(self, id: int) -> None:
+    def _stop_sending(self, id: int, call: Call) -> None:
         """Read no more from memory that is the caller's again."""
         for outgoing in self._outgoing:
             if not isinstance(outgoing, _Message) or outgoing.id != id:
@@ -442,6 +442,8 @@ class AsyncPath(Connection):
                 self._outgoing.remove(outgoing)
                 self._outgoing_bytes -= outgoing.size
                 del self._waiting[id]
+                if call.put is not None:
+                    self._send_off(Kind.ABORT, wire.Abort(call.put.ids))
             elif outgoing.left <= RESCUE_BYTES_MAX:
                 outgoing.views = [memoryview(b"".join(outgoing.views))]
             else:

@@ -261,7 +261,7 @@ class Channel:
         table = self._router.table
         for peer in self._links.keys() - needed:
             if isinstance(peer, str) or (table and peer not in table.endpoints):
-                self._links.pop(peer).close()
+                self._links.pop(peer).leave()
                 self._no_data_before.pop(peer, None)
                 if peer in self._data:
                     self._data.pop(peer).close()
@@ -271,7 +271,7 @@ class Channel:
             path.close()
         self._data.clear()
         for link in self._links.values():
-            link.close()
+            link.leave()
         self._links.clear()
 
 

@@ -53,9 +53,9 @@ class Driver(Protocol):
 class CudaDriver:
     """The driver of this machine. Raises ConfigError where there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: str = "libcuda.so.1") -> None:
         try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
+            self._cuda = ctypes.CDLL(library)
         except OSError as e:
             raise ConfigError(f"a tensor on a GPU needs NVIDIA's driver: {e}") from None
         self._contexts: dict[int, int] = {}

@@ -160,9 +160,10 @@ class DataExchange:
             self.answers[call.index] = put.reply()
             return
         put.run()
-        self._waiting[path][request.id] = call
+        commit = put.commit(request, path.session)
+        self._waiting[path][commit.id] = call
         request.sent = True
-        path.link.send(put.commit(request), deadline_ns)
+        path.link.send(commit, deadline_ns)
 
     def _lose(self, path: DataPath, error: Exception) -> None:
         self.broken.add(path)

@@ -73,12 +73,15 @@ class Service(Protocol):
 class DataServer:
     """Listens for data connections."""
 
-    def __init__(self, limits: Limits, service: Service, stall_ns: int) -> None:
+    def __init__(
+        self, limits: Limits, service: Service, stall_ns: int, connections_max: int = 8192
+    ) -> None:
         self.limits = limits
         self.service = service
         self.dropped = 0
-        """Connections that were closed for nonsense or for standing still."""
+        """Connections that were closed for nonsense, for standing still, or as one too many."""
         self._stall_ns = stall_ns
+        self._connections_max = connections_max
         self._listener: socket.socket | None = None
         self._peers: set[_Peer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,6 +113,10 @@ class DataServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
+            if len(self._peers) >= self._connections_max:
+                self.dropped += 1
+                sock.close()
+                continue
             configure(sock)
             sock.setblocking(False)
             self._peers.add(_Peer(sock, self, self._loop))

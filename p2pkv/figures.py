@@ -42,6 +42,8 @@ def collect(node: Node) -> wire.NodeStats:
         "buckets_move_failures_total": node._mover.failed_total,
         "sessions": len(node._sessions),
         "sessions_reaped_total": node._sessions.reaped,
+        "data_connections": len(node._data),
+        "data_connections_dropped_total": node._data.dropped,
         "pins": len(node._sessions.pins),
         "objects": store.objects,
         "allocations": store.allocated,

@@ -426,6 +426,11 @@ class Handlers:
         if items:
             self.store.release_batch(items)
 
+    def unshare_all(self, shared: dict[int, Object]) -> None:
+        """Its connection is closed: what the client has not committed it never will."""
+        self.store.abort_batch(list(shared.values()))
+        self.unshare(shared, list(shared))
+
     def _write(self, session: Session, body: wire.Write, frames: Frames, now: int) -> Response:
         allocation = self.sessions.touch_allocation(session, body.id, now)
         if allocation is None:

@@ -45,12 +45,13 @@ class Layout(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements share memory (or may: then it is not a layout that is dense or cut)."""
+        """Whether elements share memory, or lie interwoven as no slicing of a dense tensor does."""
         end = self.itemsize
         for dimension in reversed(_dimensions(self.shape, self.strides)):
-            if abs(self.strides[dimension]) < end:
+            stride = abs(self.strides[dimension])
+            if stride < end:
                 return True
-            end = abs(self.strides[dimension]) * self.shape[dimension]
+            end += (self.shape[dimension] - 1) * stride
         return False
 
     @property

@@ -181,7 +181,9 @@ class Node:
         context: zmq.Context[Any] = zmq.Context()
         server = ServerSocket(context, config.limits, self._on_message)
         gossip = Gossip(context, config.limits, meta.fingerprint.encode(), self._on_heartbeat)
-        self._data = DataServer(config.limits, self, clock.seconds(config.read_deadline_s))
+        self._data = DataServer(
+            config.limits, self, clock.seconds(config.read_deadline_s), 2 * config.sessions_max
+        )
         try:
             port = server.bind(config.bind, config.control_port)
             gossip_port = gossip.bind(config.bind)
@@ -478,7 +480,7 @@ class Node:
         )
 
     def unshare(self, shared: dict[int, Any]) -> None:
-        self._handlers.unshare(shared, list(shared))
+        self._handlers.unshare_all(shared)
 
     def respond(
         self,

@@ -112,27 +112,27 @@ class SharedArena:
 def message_for(request: Request, session: ClientSession, arena: SharedArena | None) -> Request:
     """The message that carries a request: itself, or what asks for the memory's places.
 
-    Gives the request its number. A put that may have run is repeated as it is: the node knows its
-    number, and would make room in vain.
+    Gives the request its number; not so a put that is to be committed, as the node forgets the
+    answers of old numbers. A put that may have run is repeated as it is: the node knows its number,
+    and would make room in vain.
     """
-    if not request.id:
-        request.id = session.next_number()
-    if arena is None:
-        return request
-    if request.kind == Kind.GET:
-        body = msgspec.structs.replace(request.body, locate=True)
-        return in_other_words(request, Kind.GET, body, request.id)
-    if request.kind == Kind.PUT and not request.unsure and _is_shared(arena, request.body):
+    if arena is not None and request.kind == Kind.PUT and _is_shared(arena, request):
         put: Any = request.body
         alloc = wire.Alloc(put.keys, put.sizes, put.options, True)
         return in_other_words(request, Kind.ALLOC, alloc, session.next_number())
+    if not request.id:
+        request.id = session.next_number()
+    if arena is not None and request.kind == Kind.GET:
+        body = msgspec.structs.replace(request.body, locate=True)
+        return in_other_words(request, Kind.GET, body, request.id)
     return request
 
 
-def _is_shared(arena: SharedArena, body: Any) -> bool:
+def _is_shared(arena: SharedArena, put: Request) -> bool:
     """Small puts take one round trip less without; very large ones evict as they come."""
+    body: Any = put.body
     total: int = sum(body.sizes)
-    return SHARED_PUT_MIN <= total <= len(arena.view) // 4
+    return not put.unsure and SHARED_PUT_MIN <= total <= len(arena.view) // 4
 
 
 def in_other_words(request: Request, kind: Kind, body: wire.Body, id: int) -> Request:
@@ -169,8 +169,10 @@ class SharedPut:
     def run(self) -> None:
         self._arena.write(self.offsets, self.values)
 
-    def commit(self, request: Request) -> Request:
+    def commit(self, request: Request, session: ClientSession) -> Request:
         """The message that makes the values visible, under the number of the put itself."""
+        if not request.id:
+            request.id = session.next_number()
         return in_other_words(request, Kind.COMMIT, wire.Commit(self.ids, True), request.id)
 
     def reply(self, answer: Reply | None = None) -> Reply:

@@ -33,6 +33,8 @@ CLIENT_ID_BYTES = 9
 SESSION_BYTES = 16
 HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 5_000
+LEAVE_MS = 100
+"""How long a closed socket may go on to send its good-bye."""
 HANDSHAKE_MS = 5_000
 CONNECT_TIMEOUT_MS = 2_000
 FRAME_SLACK = 64 << 10
@@ -192,14 +194,24 @@ class Link:
                 request.sent = False
         self.close()
 
+    def leave(self) -> None:
+        """End the session, so that the peer need not keep it until it has been silent for long."""
+        if not self.closed and self.connected:
+            bye = wire.encode(Kind.BYE, 0, self.revision, wire.Empty())
+            self._close(LEAVE_MS if send_frames(self.socket, (bye,), ()) else 0)
+        self.close()
+
     def close(self) -> None:
         if not self.closed:
-            self.closed = True
-            self.connected = False
-            self._first.clear()
-            self.socket.disable_monitor()
-            self.monitor.close(0)
-            self.socket.close(0)
+            self._close(0)
+
+    def _close(self, linger_ms: int) -> None:
+        self.closed = True
+        self.connected = False
+        self._first.clear()
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
 
     def send(self, request: Request) -> bool:
         """Send, or say that the queue is full."""

@@ -98,7 +98,7 @@ class DataNode:
             session.packing, session.shared = FRAMES, None
 
     def unshare(self, shared: dict[int, Any]) -> None:
-        self.host.handlers.unshare(shared, list(shared))
+        self.host.handlers.unshare_all(shared)
 
     def revision(self) -> int:
         return 7
@@ -224,6 +224,7 @@ class DataPeer(RawPeer):
         _, _, session, token = PREFACE.unpack(wire_.read(PREFACE.size))
         if token != self.token or session not in self.known:
             self.refusals += 1
+            self.token_given = self.token
             return
         head, _ = wire_.receive()
         assert head.kind == Kind.PING

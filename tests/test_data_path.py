@@ -467,7 +467,12 @@ def test_what_a_get_and_a_put_become_with_shared_memory(arena: Arena) -> None:
     put = put_of({b"k": bytes(MIB)})
     message = message_for(put, session, shared)
     assert (message.kind, message.payload) == (Kind.ALLOC, ())
-    assert message.id != put.id, "the put's number is that of the commit"
+    assert (message.id, put.id) == (session.used, 0), "the put's number is that of the commit"
+    commit = SharedPut(shared, put, wire.Allocated(b"", [5], [64])).commit(put, session)  # type: ignore[arg-type]
+    assert (commit.id, commit.body) == (put.id, wire.Commit([5], True))
+    assert put.id == session.used == message.id + 1
+    put.unsure = True
+    assert message_for(put, session, shared) is put
     assert message_for(put, session, None) is put
 
 

@@ -434,12 +434,23 @@ async def test_a_member_that_leaves_the_ring_and_comes_back_gets_no_number_twice
         driver.ring(peer.endpoint, other.endpoint, revision=3)
         await driver.ask(put(), ping(second))
         await driver.ask(put())
-        numbers = [h.request for h in peer.heads]
+        numbers = [h.request for h in peer.heads if h.kind != Kind.BYE]
         assert len(numbers) == len(set(numbers)) == 3
         assert len(set(peer.from_)) == 1
 
 
 # -- closing
+
+
+async def test_a_client_that_closes_ends_its_session(driver: Driver) -> None:
+    with RawPeer() as peer:
+        driver.ring(peer.endpoint)
+        await driver.ask(ping())
+        driver.driver.close()
+        end = time.monotonic() + 5
+        while peer.heads[-1].kind != Kind.BYE:
+            assert time.monotonic() < end, [h.kind for h in peer.heads]
+            await asyncio.sleep(0.005)
 
 
 async def test_a_closed_driver_says_so(driver: Driver) -> None:

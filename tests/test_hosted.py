@@ -167,7 +167,7 @@ async def test_the_figures_are_named_by_unit_and_tell_what_was_done(etcd: EtcdCl
     }  # fmt: skip
     assert {name: stats.figures[name] for name in expected} == expected
     assert 0 <= stats.figures["etcd_contact_age_s"] < 5
-    counts = {"members_seen", "sessions", "pins", "objects", "allocations"}
+    counts = {"members_seen", "sessions", "pins", "objects", "allocations", "data_connections"}
     units = ("_total", "_s", "_bytes", "_ratio", "_owned", "_moving", "_learning")
     unnamed = [n for n in stats.figures if n not in counts and not n.endswith(units)]
     assert unnamed == [], unnamed

@@ -30,8 +30,12 @@ class FakeCuda:
     def array(self, data: Any, device: int = 0, stream: int | None = None) -> FakeArray:
         """An array on the GPU with these contents and strides."""
         array = FakeArray(self, np.asarray(data), stream)
-        self._devices[array.address] = (device, array.address + array.nbytes)
+        self.has(array, device)
         return array
+
+    def has(self, array: FakeArray, device: int = 0) -> None:
+        """The memory of an array is a GPU's."""
+        self._devices[array.address] = (device, array.address + array.nbytes)
 
     def put_on(self, stream: int, work: Callable[[], object]) -> None:
         """Have something done on a stream, after what is on it already."""
