@@ -91,11 +91,11 @@ def pairs_of(items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> tuple[list
 
 def view_of(value: Any, name: str = "value", memory: RegisteredMemory = _NOWHERE) -> memoryview:
     """The bytes of any contiguous buffer, or at an (address, length). Raises InvalidArgument."""
+    if value.__class__ is tuple and is_place(value):
+        return memory.view(*value)
     try:
         view = memoryview(value)
     except TypeError:
-        if is_place(value):
-            return memory.view(*value)
         raise InvalidArgument(
             f"{name}: must offer its bytes as a buffer, not {type(value).__name__}"
         ) from None

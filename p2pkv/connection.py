@@ -164,7 +164,9 @@ class Connection:
             return False
         self._note(got)
         self._end += got
-        return self._take_message() or got == len(room)
+        took = self._take_message()
+        # What fitted with room to spare was all: another receive would only delay the answer.
+        return got == len(room) or (took and (self._head is not None or self._end > self._start))
 
     def _note(self, got: int) -> None:
         if not got:

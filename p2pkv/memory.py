@@ -21,12 +21,12 @@ ADDRESS_MAX = (1 << 64) - 1
 
 def is_place(value: Any) -> TypeGuard[tuple[int, int]]:
     """Whether it is an ``(address, length)``: a tuple of two whole numbers."""
-    return (
-        value.__class__ is tuple
-        and len(value) == 2
-        and isinstance(value[0], (int, Integral))
-        and isinstance(value[1], (int, Integral))
-    )
+    if value.__class__ is not tuple or len(value) != 2:
+        return False
+    address, length = value
+    if address.__class__ is int and length.__class__ is int:
+        return True
+    return isinstance(address, Integral) and isinstance(length, Integral)
 
 
 class RegisteredMemory:

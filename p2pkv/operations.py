@@ -31,7 +31,7 @@ from p2pkv.errors import BatchError, InvalidArgument, Miss, P2PKVError
 from p2pkv.keyed import keyed
 from p2pkv.memory import RegisteredMemory
 from p2pkv.outcomes import name_of
-from p2pkv.parts import Copy, Parts, sizes_of
+from p2pkv.parts import Copy, Parts
 from p2pkv.routing import Context, Operation, Reply, Request, Router
 from p2pkv.scanning import ScanCursor
 from p2pkv.wire import Kind, PutOptions, Status
@@ -270,11 +270,11 @@ class Operations:
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, keys)
         bound = self.limits.message_bytes_max
-        big = [i for i, size in enumerate(sizes_of(values)) if size > bound]
-        if not big:
-            op = PutBatch(keys, buckets, values, options)
+        op = PutBatch(keys, buckets, values, options)
+        if max(op.sizes, default=0) <= bound:
             yield from keyed(ctx, op)
             return op.results
+        big = [i for i, size in enumerate(op.sizes) if size > bound]
         small = sorted(set(range(len(keys))).difference(big))
         op = PutBatch(
             [keys[i] for i in small],

@@ -11,8 +11,9 @@ expired leaves the index at once. Its bytes stay as they are until the last toke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from typing import Any
 
 from p2pkv.arena import Arena
 from p2pkv.catalog import Catalog
@@ -29,7 +30,7 @@ from p2pkv.objects import (
     extent_bytes,
     extents_bytes,
 )
-from p2pkv.parts import Parts
+from p2pkv.parts import Parts, size_of
 from p2pkv.store_audit import audit
 from p2pkv.types import BucketId
 from p2pkv.wire import Buffer, PutOptions, Status
@@ -351,7 +352,9 @@ class Store(Catalog):
         Goes in pieces of a quarter of the arena, so that a batch larger than the arena evicts its
         own beginning instead of being refused.
         """
-        sizes = [sum(map(len, v)) if isinstance(v, tuple) else memoryview(v).nbytes for v in values]
+        several = tuple in set(map(type, values))
+        write: Callable[[int, Any], None] = self._write_parts if several else self.arena.write
+        sizes = [size_of(v) if isinstance(v, tuple) else memoryview(v).nbytes for v in values]
         sums = [None] * len(keys) if checksums is None else checksums
         statuses: list[Status] = []
         stored: list[Object] = []
@@ -362,7 +365,7 @@ class Store(Catalog):
             made, made_sums = [], []
             for item, value, checksum in zip(results, values[part], sums[part], strict=True):
                 if isinstance(item, Object):
-                    self._write(item.offset, value)
+                    write(item.offset, value)
                     made.append(item)
                     made_sums.append(checksum)
             committed = iter(self.commit_batch(made, now, made_sums))
@@ -371,11 +374,8 @@ class Store(Catalog):
         self.policy.touch_batch(stored)
         return statuses
 
-    def _write(self, offset: int, value: Buffer | Parts) -> None:
-        if not isinstance(value, tuple):
-            self.arena.write(offset, value)
-            return
-        for part in value:
+    def _write_parts(self, offset: int, value: Buffer | Parts) -> None:
+        for part in value if isinstance(value, tuple) else (value,):
             self.arena.write(offset, part)
             offset += len(part)
 

@@ -88,7 +88,8 @@ class RawPeer:
             return
         self.heads.append(head)
         self.from_.append(session)
-        self._answer(session, head.request, self.script(head, frames))
+        if head.kind != Kind.BYE:
+            self._answer(session, head.request, self.script(head, frames))
 
     def _greeted(self, session: bytes) -> None:
         """HELLO was said; a WELCOME is not sent."""

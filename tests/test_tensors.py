@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -674,7 +675,7 @@ class FakeCupy(types.ModuleType):
     def __init__(self, gpu: FakeCuda) -> None:
         super().__init__("cupy")
 
-        class ndarray(FakeArray):  # noqa: N801
+        class ndarray(FakeArray):
             def __init__(self, shape: Any, dtype: Any, memory: Any, strides: Any) -> None:
                 super().__init__(gpu, np.ndarray(shape, dtype, memory, 0, strides), 9)
                 gpu.has(self)
@@ -756,32 +757,7 @@ def test_an_out_of_a_gpu_may_have_other_strides(one: Any, cupy: FakeCupy) -> Non
 
 # --- the driver's calls, to a library that does them with the host's memory
 
-DRIVER = r"""
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-typedef void *handle;
-static int pushed, registered, events;
-#define IN_CONTEXT if (!pushed) return 201
-int cuInit(unsigned flags) { return flags; }
-int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal > 1 ? 101 : 0; }
-int cuDevicePrimaryCtxRetain(handle *context, int device) { *context = (handle)(intptr_t)(0x100 + device); return 0; }
-int cuCtxPushCurrent_v2(handle context) { pushed++; return (intptr_t)context < 0x100 ? 201 : 0; }
-int cuCtxPopCurrent_v2(handle *context) { *context = 0; pushed--; return 0; }
-int cuPointerGetAttribute(int *value, int attribute, uint64_t address) { *value = address >> 60; return attribute == 9 ? 0 : 1; }
-int cuMemHostAlloc(handle *place, size_t size, unsigned flags) { IN_CONTEXT; *place = malloc(size); return flags != 1; }
-int cuMemFreeHost(handle place) { IN_CONTEXT; free(place); return 0; }
-int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, handle s) { IN_CONTEXT; if (s != (handle)7) return 400; memcpy(to, (void *)from, n); return 0; }
-int cuMemcpyHtoDAsync_v2(uint64_t to, void *from, size_t n, handle s) { IN_CONTEXT; if (s != (handle)7) return 400; memcpy((void *)to, from, n); return 0; }
-int cuEventCreate(handle *event, unsigned flags) { IN_CONTEXT; events++; *event = &events; return flags != 2; }
-int cuEventRecord(handle event, handle s) { return event != &events || s != (handle)7; }
-int cuEventSynchronize(handle event) { IN_CONTEXT; return event != &events; }
-int cuEventDestroy_v2(handle event) { events--; return 0; }
-int cuMemHostRegister_v2(void *place, size_t size, unsigned flags) { IN_CONTEXT; registered += size; return flags != 1; }
-int cuMemHostUnregister(void *place) { IN_CONTEXT; registered = 0; return 0; }
-int cuGetErrorString(int error, const char **text) { *text = error == 400 ? "invalid handle" : 0; return 0; }
-int left(void) { return pushed + registered + events; }
-"""
+DRIVER = Path(__file__).parent / "native" / "fake_libcuda.c"
 
 
 @pytest.fixture(scope="module")
@@ -789,12 +765,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    library = str(folder / "libcuda-fake.so")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", library, str(folder / "driver.c")], check=True
-    )
+    library = str(tmp_path_factory.mktemp("driver") / "libcuda-fake.so")
+    subprocess.run([compiler, "-Wall", "-shared", "-fPIC", "-o", library, str(DRIVER)], check=True)
     return library
 
 
