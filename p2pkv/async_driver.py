@@ -377,7 +377,7 @@ class AsyncDriver:
     def _peer(self, to: Peer) -> _Peer | None:
         peer = self._peers.get(to)
         if peer is None:
-            endpoint = self._endpoint(to)
+            endpoint = self._router.endpoint(to)
             if endpoint is None:
                 return None
             self._forget_old_members()
@@ -387,13 +387,6 @@ class AsyncDriver:
             data = not ring and self._config.path != "zmq"
             peer = self._peers[to] = _Peer(link, session, self._config, data, self._off_loop)
         return peer
-
-    def _endpoint(self, to: Peer) -> str | None:
-        if isinstance(to, str):
-            return to
-        table = self._router.table
-        endpoints = table.endpoints.get(to) if table else None
-        return endpoints[0] if endpoints else None
 
     def _forget_old_members(self) -> None:
         table = self._router.table

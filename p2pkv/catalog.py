@@ -196,6 +196,7 @@ class Catalog:
     def _extents_for(self, lengths: list[int], now: int) -> list[int | None]:
         offsets = self.extents.take(lengths)
         if offsets is None:
+            self.extents.reap()  # what was read while it was given up may be free by now
             self.expire_due(now, EXPIRE_STEP)
             needed, free = sum(lengths), self.extents.allocator.free_bytes
             if needed <= free + self.evictable_bytes:

@@ -241,20 +241,13 @@ class Channel:
     def link(self, peer: Peer) -> Link | None:
         link = self._links.get(peer)
         if link is None:
-            endpoint = self._endpoint(peer)
+            endpoint = self._router.endpoint(peer)
             if endpoint is None:
                 return None
             session = self._ring_session if isinstance(peer, str) else self._session
             link = Link(self._context, endpoint, session, self._hello, self._config.limits)
             self._links[peer] = link
         return link
-
-    def _endpoint(self, peer: Peer) -> str | None:
-        if isinstance(peer, str):
-            return peer
-        table = self._router.table
-        endpoints = table.endpoints.get(peer) if table else None
-        return endpoints[0] if endpoints else None
 
     def keep_links(self, needed: set[Peer]) -> None:
         """Close the links of members that left, and of endpoints, unless they are needed now."""

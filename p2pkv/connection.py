@@ -24,7 +24,7 @@ from p2pkv.stream import IOV_MAX, SIZES, Closed, advance
 BUFFER_BYTES = 64 << 10
 STEPS_MAX = 32
 """Messages and receives of one wake-up."""
-TURN_BYTES = 4 << 20
+TURN_BYTES = 1 << 20
 """Received by one wake-up, give or take a socket's buffer."""
 
 

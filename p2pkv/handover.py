@@ -38,7 +38,7 @@ from p2pkv.wire import Entry, Kind, PutOptions, Snapshot, Status
 if TYPE_CHECKING:
     from p2pkv.store import Store
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 2 << 20
 PIECE_KEYS = 4096
 PASSES_MAX = 8
 """Rounds over what changed meanwhile, before the bucket is stopped whatever is left."""

@@ -188,6 +188,13 @@ class Router:
         """Those that did not answer, since others were asked for the ring: it may have changed
         without anybody who could have said so."""
 
+    def endpoint(self, peer: Peer) -> str | None:
+        """Where a peer is reached, if that is known."""
+        if isinstance(peer, str):
+            return peer
+        endpoints = self.table.endpoints.get(peer) if self.table else None
+        return endpoints[0] if endpoints else None
+
     def install(self, body: wire.Table) -> bool:
         """Take a table unless ours is as new. A new fingerprint is another cluster: always.
 

@@ -1,15 +1,16 @@
-"""Both ends of a data connection for tests: a node's data plane alone, and peers that do as told."""
+"""Both ends of data connections for tests: a node's data plane alone, peers that do as told."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from nodeside import LIMITS, Host, S
+from nodeside import LIMITS, PLAIN, Host, S
 from rawpeer import Answer, RawPeer
 
 from p2pkv import wire
@@ -18,6 +19,7 @@ from p2pkv.clock import monotonic
 from p2pkv.config import Limits
 from p2pkv.data_server import DataServer
 from p2pkv.payload import FRAMES, STREAM
+from p2pkv.routing import Request
 from p2pkv.sessions import Response, Session
 from p2pkv.stream import PREFACE, SIZES, message
 from p2pkv.types import BootId, Member, NodeId
@@ -38,6 +40,28 @@ def wait_until(condition: Any, what: str, timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, f"in vain: {what}"
         time.sleep(0.002)
+
+
+def ping() -> Request:
+    return Request(PEER, Kind.PING, wire.Empty())
+
+
+def put(value: Any, key: bytes = b"k") -> Request:
+    return Request(PEER, Kind.PUT, wire.Put([key], [len(value)], PLAIN), [value])
+
+
+def get(*keys: bytes, into: list[memoryview] | None = None) -> Request:
+    request = Request(PEER, Kind.GET, wire.Get(list(keys)))
+    if into is not None:
+        request.sink = lambda body: [b[:n] for b, n in zip(into, body.sizes, strict=True)]
+    return request
+
+
+def new_seed() -> random.Random:
+    """Chance whose seed is printed."""
+    seed = time.time_ns() & 0xFFFF_FFFF
+    print(f"seed = {seed}")
+    return random.Random(seed)
 
 
 class DataNode:

@@ -4,52 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from dataside import PEER, DataNode, DataPeer, Wire, until
-from nodeside import KIB, MIB, MS, PLAIN
-from rawpeer import echo, silent, table_of
+from dataside import PEER, DataPeer, Wire, get, new_seed, ping, put, until
+from nodeside import KIB, MIB, MS
+from rawpeer import echo, table_of
 
 from p2pkv import async_path, wire
-from p2pkv.arena import Arena
 from p2pkv.async_driver import AsyncDriver
-from p2pkv.async_path import AsyncPath, Call, Calls, nowhere
-from p2pkv.clock import monotonic
+from p2pkv.async_path import AsyncPath
 from p2pkv.config import ClientConfig, Limits
 from p2pkv.etcd_server import EtcdCluster
-from p2pkv.routing import Lost, Reply, Request, Router
+from p2pkv.routing import Lost, Request, Router
+from p2pkv.stream import message
 from p2pkv.testing.cluster import Cluster
-from p2pkv.transport import ClientSession, new_client_id
-from p2pkv.wire import Fault, Kind, Status
+from p2pkv.wire import Fault, Kind
 
 LIMITS = Limits(key_bytes_max=64, value_bytes_max=64 * MIB, batch_keys_max=256, scan_keys_max=256,
                 head_bytes_max=64 * KIB, message_bytes_max=16 * MIB, inflight_max=16)  # fmt: skip
 
 
-def ping() -> Request:
-    return Request(PEER, Kind.PING, wire.Empty())
-
-
-def put(value: Any, key: bytes = b"k") -> Request:
-    return Request(PEER, Kind.PUT, wire.Put([key], [len(value)], PLAIN), [value])
-
-
-def get(*keys: bytes, into: list[memoryview] | None = None) -> Request:
-    request = Request(PEER, Kind.GET, wire.Get(list(keys)))
-    if into is not None:
-        request.sink = lambda body: [b[:n] for b, n in zip(into, body.sizes, strict=True)]
-    return request
-
-
-def new_seed() -> random.Random:
-    seed = time.time_ns() & 0xFFFF_FFFF
-    print(f"seed = {seed}")
-    return random.Random(seed)
+def values_of(id: int, body: wire.Values, payload: bytes) -> bytes:
+    """An answer with these values, as it comes over the connection."""
+    return message(Kind.VALUES, id, 7, body, len(payload)) + payload
 
 
 # -- a driver and a peer that does as it is told
@@ -200,7 +181,7 @@ async def test_an_answer_may_come_byte_by_byte(step: int) -> None:
             head, _ = peer.receive()
             body = wire.Values(b"", list(map(len, values)), [])
             payload = b"".join(values)
-            data = async_path_message(head.request, body, payload)
+            data = values_of(head.request, body, payload)
             for i in range(0, len(data), step):
                 peer.sock.sendall(data[i : i + step])
 
@@ -210,12 +191,6 @@ async def test_an_answer_may_come_byte_by_byte(step: int) -> None:
         assert b"".join(plain.frames) == b"".join(values)
         assert into.delivered
         assert [bytes(b) for b in buffers] == values
-
-
-def async_path_message(id: int, body: wire.Values, payload: bytes) -> bytes:
-    from p2pkv.stream import message
-
-    return message(Kind.VALUES, id, 7, body, len(payload)) + payload
 
 
 # -- where there is no data connection
@@ -319,7 +294,7 @@ async def test_a_call_that_ends_in_the_middle_of_its_answer_is_written_to_no_mor
 
     def halves(peer: Wire) -> None:
         head, _ = peer.receive()
-        data = async_path_message(head.request, wire.Values(b"", [MIB // 2] * 2, []), value)
+        data = values_of(head.request, wire.Values(b"", [MIB // 2] * 2, []), value)
         peer.sock.sendall(data[: 700 * KIB])
         go_on.wait(20)
         peer.sock.sendall(data[700 * KIB :])
@@ -345,18 +320,24 @@ async def test_a_call_that_ends_in_the_middle_of_its_answer_is_written_to_no_mor
         assert (buffer == before, s.peer.data.connections) == (True, 1)
 
 
-async def test_what_was_not_begun_to_be_sent_is_not_sent_at_all() -> None:
-    received: list[bytes] = []
-    go_on = threading.Event()
+class Sluggish:
+    """Reads nothing before it is told to go on."""
 
-    def slow(peer: Wire) -> None:
-        go_on.wait(20)
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+        self.go_on = threading.Event()
+
+    def __call__(self, peer: Wire) -> None:
+        self.go_on.wait(20)
         while True:
             head, payload = peer.receive()
-            received.append(payload[:1])
+            self.received.append(payload)
             peer.send(Kind.PONG, head.request, wire.Empty())
 
-    async with setting(slow, receive_buffer=64 * KIB) as s:
+
+async def test_what_was_not_begun_to_be_sent_is_not_sent_at_all() -> None:
+    peer = Sluggish()
+    async with setting(peer, receive_buffer=64 * KIB) as s:
         first = asyncio.create_task(s.ask(put(b"a" * (16 * MIB))))
         await until(lambda: s.path is not None and s.path._writing, "a full socket")
         queued = put(bytearray(b"b" * MIB))
@@ -367,24 +348,15 @@ async def test_what_was_not_begun_to_be_sent_is_not_sent_at_all() -> None:
         with pytest.raises(asyncio.CancelledError):
             await second
         assert not queued.sent
-        go_on.set()
+        peer.go_on.set()
         await asyncio.gather(first, third)
-        assert received == [b"a", b"c"]
+        assert [r[:1] for r in peer.received] == [b"a", b"c"]
         assert s.peer.data.connections == 1
 
 
 async def test_a_short_rest_of_an_ended_call_is_sent_as_it_was() -> None:
-    received: list[bytes] = []
-    go_on = threading.Event()
-
-    def slow(peer: Wire) -> None:
-        go_on.wait(20)
-        while True:
-            head, payload = peer.receive()
-            received.append(payload)
-            peer.send(Kind.PONG, head.request, wire.Empty())
-
-    async with setting(slow, receive_buffer=64 * KIB) as s:
+    peer = Sluggish()
+    async with setting(peer, receive_buffer=64 * KIB) as s:
         size = 1 * MIB
         while not (s.path is not None and s.path._writing):
             value = bytearray(b"a" * size)
@@ -398,24 +370,15 @@ async def test_a_short_rest_of_an_ended_call_is_sent_as_it_was() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         value[:] = b"b" * size
-        go_on.set()
+        peer.go_on.set()
         assert (await s.ask(ping()))[0].kind == Kind.PONG
-        assert set(b"".join(received)) == {ord("a")}
+        assert set(b"".join(peer.received)) == {ord("a")}
         assert s.peer.data.connections == 1
 
 
 async def test_a_long_rest_of_an_ended_call_ends_the_connection() -> None:
-    received: list[int] = []
-    go_on = threading.Event()
-
-    def slow(peer: Wire) -> None:
-        go_on.wait(20)
-        while True:
-            head, payload = peer.receive()
-            received.append(len(payload))
-            peer.send(Kind.PONG, head.request, wire.Empty())
-
-    async with setting(slow, receive_buffer=64 * KIB) as s:
+    peer = Sluggish()
+    async with setting(peer, receive_buffer=64 * KIB) as s:
         other = asyncio.create_task(s.ask(ping()))
         large = put(bytearray(16 * MIB))
         task = asyncio.create_task(s.ask(large))
@@ -427,10 +390,10 @@ async def test_a_long_rest_of_an_ended_call_ends_the_connection() -> None:
         (answer,) = await other
         assert isinstance(answer, Lost)
         assert not answer.deadline
-        go_on.set()
+        peer.go_on.set()
         await s.ready()
         assert (await s.ask(ping()))[0].kind == Kind.PONG
-        assert (s.peer.data.connections, max(received, default=0)) == (2, 0)
+        assert (s.peer.data.connections, b"".join(peer.received)) == (2, b"")
 
 
 @pytest.mark.parametrize("receive_buffer", [0, 64 * KIB])
@@ -508,7 +471,7 @@ async def test_a_storm_of_cancellations_harms_no_byte(receive_buffer: int) -> No
 async def test_a_peer_that_closes_in_the_middle_of_an_answer_is_lost_at_once() -> None:
     def dies(peer: Wire) -> None:
         head, _ = peer.receive()
-        data = async_path_message(head.request, wire.Values(b"", [MIB], []), bytes(MIB))
+        data = values_of(head.request, wire.Values(b"", [MIB], []), bytes(MIB))
         peer.sock.sendall(data[: MIB // 2])
 
     async with setting(dies) as s:
@@ -563,8 +526,8 @@ async def test_a_silent_peer_ends_calls_at_their_deadline_and_is_given_up_in_the
     [
         bytes(100),
         b"\xff" * 100,
-        async_path_message(999, wire.Values(b"", [], []), b""),
-        async_path_message(1, wire.Values(b"", [5], []), b"123456"),
+        values_of(999, wire.Values(b"", [], []), b""),
+        values_of(1, wire.Values(b"", [5], []), b"123456"),
     ],
     ids=["zeros", "sizes", "nobody's answer", "an old number"],
 )
@@ -582,7 +545,7 @@ async def test_nonsense_ends_the_connection_and_what_waits_on_it(nonsense: bytes
 async def test_an_answer_that_does_not_fit_its_request_ends_the_connection() -> None:
     def lies(peer: Wire) -> None:
         head, _ = peer.receive()
-        data = async_path_message(head.request, wire.Values(b"", [5], []), b"123456")
+        data = values_of(head.request, wire.Values(b"", [5], []), b"123456")
         peer.sock.sendall(data)
         peer.receive()
 
@@ -685,265 +648,6 @@ async def test_a_node_that_never_knows_the_session_is_not_asked_for_ever() -> No
         assert answer.body.fault == Fault.NO_SESSION
 
 
-# -- a node's memory
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena.create(64 * MIB, "async") as arena:
-        yield arena
-
-
-class Owner:
-    """Of a path that a test uses by hand."""
-
-    def __init__(self) -> None:
-        self.lost = 0
-
-    def path_ready(self) -> None:
-        pass
-
-    def path_freed(self) -> None:
-        pass
-
-    def path_lost(self, path: AsyncPath) -> None:
-        self.lost += 1
-
-
-class Mapped:
-    """A path to a node's real data plane, whose memory it maps. Copies wait while ``held``."""
-
-    def __init__(self, node: DataNode, shared: bool = True) -> None:
-        self.node = node
-        self.owner = Owner()
-        self.copies = 0
-        self.held = threading.Event()
-        self.held.set()
-        session = ClientSession(new_client_id(b"a"))
-        begun = node.host.sessions.begin(session.id, None, monotonic())
-        assert begun is not None
-        self.session = begun
-        self.path = AsyncPath(
-            node.welcome(begun), session, LIMITS, shared, self.owner, self._off_loop
-        )
-
-    def _off_loop(self, job: Callable[[], None]) -> asyncio.Future[None]:
-        self.copies += 1
-
-        def run() -> None:
-            self.held.wait(20)
-            job()
-
-        return asyncio.get_running_loop().run_in_executor(None, run)
-
-    async def __aenter__(self) -> Mapped:
-        await until(lambda: self.path.ready, "the connection")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.held.set()
-        self.path.lose("the end")
-        await until(lambda: len(self.node.server) == 0, "the end of the connection")
-
-    def start(self, *requests: Request) -> Calls:
-        calls = Calls(requests, asyncio.get_running_loop())
-        for i in range(len(requests)):
-            self.path.submit(Call(calls, i))
-        return calls
-
-    async def ask(self, *requests: Request) -> list[Any]:
-        calls = self.start(*requests)
-        async with asyncio.timeout(20):
-            await calls.future
-        return list(calls.answers)
-
-    def end(self, calls: Calls) -> None:
-        self.path.give_up(calls, Lost("ended"))
-        calls.ended = True
-
-
-@pytest.fixture
-async def node(arena: Arena) -> AsyncIterator[DataNode]:
-    async with DataNode(arena, LIMITS) as node:
-        yield node
-
-
-@pytest.fixture
-async def mapped(node: DataNode) -> AsyncIterator[Mapped]:
-    async with Mapped(node) as mapped:
-        yield mapped
-
-
-SIZES = [100, 8 * KIB, 200 * KIB, 5 * MIB]
-
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_what_is_put_through_memory_comes_back_through_memory(
-    mapped: Mapped, size: int
-) -> None:
-    values = [os.urandom(size) for _ in range(2)]
-    request = Request(PEER, Kind.PUT, wire.Put([b"a", b"b"], [size] * 2, PLAIN), values)
-    (answer,) = await mapped.ask(request)
-    assert answer.body.statuses == b""
-    assert mapped.node.host.get(b"a", b"b") == values
-    buffers = [memoryview(bytearray(size)) for _ in values]
-    plain, into = await mapped.ask(get(b"a", b"b"), get(b"a", b"b", into=buffers))
-    assert b"".join(plain.frames) == b"".join(values) == b"".join(buffers)
-    assert into.delivered
-    assert mapped.copies == (3 if size == 5 * MIB else 0), "large copies leave the loop"
-
-
-async def test_hundreds_of_calls_at_once_get_what_is_theirs(mapped: Mapped) -> None:
-    chance = new_seed()
-    values = {b"%d" % i: chance.randbytes(chance.choice(SIZES[:3])) for i in range(300)}
-    puts = await mapped.ask(*[put(v, k) for k, v in values.items()])
-    assert all(a.body.statuses == b"" for a in puts)
-    keys = list(values)
-    answers = await mapped.ask(*[get(k) for k in keys for _ in range(2)])
-    assert [b"".join(a.frames) for a in answers] == [values[k] for k in keys for _ in range(2)]
-    assert len(mapped.path) == 0
-
-
-async def test_a_value_that_changes_while_a_thread_copies_it_is_not_returned(
-    mapped: Mapped,
-) -> None:
-    host = mapped.node.host
-    host.put({b"k": b"a" * (5 * MIB)})
-    mapped.held.clear()
-    calls = mapped.start(get(b"k"))
-    await until(lambda: mapped.copies, "the copy")
-    host.put({b"k": b"b" * (5 * MIB)})
-    for i in range(12):
-        host.put({b"f%d" % i: bytes(5 * MIB)})
-    mapped.held.set()
-    await calls.future
-    answer = calls.answers[0]
-    assert isinstance(answer, Reply)
-    assert list(answer.body.statuses) == [Status.DEFERRED]
-
-
-async def test_a_call_whose_copy_is_under_way_ends_when_the_copy_does(mapped: Mapped) -> None:
-    """However often it is cancelled: the buffer is its caller's only then."""
-    mapped.node.host.put({b"k": b"x" * (5 * MIB)})
-    mapped.held.clear()
-    calls = mapped.start(get(b"k", into=[memoryview(bytearray(5 * MIB))]))
-    await until(lambda: mapped.copies, "the copy")
-    mapped.end(calls)
-    waiting = asyncio.create_task(calls.settled())
-    for _ in range(3):
-        await asyncio.sleep(0.01)
-        waiting.cancel()
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
-    mapped.held.set()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert not calls.copies
-
-
-async def test_room_for_a_put_that_ended_before_its_answer_is_given_back(mapped: Mapped) -> None:
-    calls = mapped.start(put(b"x" * MIB))
-    mapped.end(calls)
-    assert len(mapped.path) == 1, "the answer is still to come"
-    await until(lambda: len(mapped.path) == 0, "the abort")
-    assert mapped.node.host.handlers.requests[Kind.ABORT] == 1
-    assert mapped.node.store.stats().used_bytes == 0
-    assert mapped.node.host.get(b"k") == [None]
-
-
-async def test_room_for_a_put_that_ended_while_it_was_written_is_given_back(
-    mapped: Mapped,
-) -> None:
-    mapped.held.clear()
-    request = put(b"x" * (5 * MIB))
-    calls = mapped.start(request)
-    await until(lambda: mapped.copies, "the copy")
-    mapped.end(calls)
-    mapped.held.set()
-    await calls.settled()
-    await until(lambda: len(mapped.path) == 0, "the abort")
-    assert mapped.node.store.stats().used_bytes == 0
-    assert not request.sent, "it has certainly not run"
-
-
-async def test_open_objects_of_a_call_that_ended_are_released(mapped: Mapped) -> None:
-    mapped.node.host.put({b"k": b"v"})
-    calls = mapped.start(Request(PEER, Kind.OPEN, wire.Open([b"k"])))
-    mapped.end(calls)
-    await until(lambda: len(mapped.path) == 0, "the release")
-    assert not mapped.session.tokens
-
-
-async def test_a_lost_connection_stays_open_as_long_as_a_thread_writes_to_the_memory(
-    node: DataNode,
-) -> None:
-    """Else the node would give the memory to others while it is still written to."""
-    async with Mapped(node) as mapped:
-        mapped.held.clear()
-        calls = mapped.start(put(b"x" * (5 * MIB)))
-        await until(lambda: mapped.copies, "the copy")
-        mapped.path.lose("a test")
-        await asyncio.sleep(0.1)
-        assert len(node.server) == 1
-        assert node.store.stats().allocated == 1
-        mapped.held.set()
-        await until(lambda: len(node.server) == 0, "the end of the connection")
-        assert node.store.stats().used_bytes == 0
-        await calls.future
-        assert isinstance(calls.answers[0], Lost)
-        assert mapped.owner.lost == 1
-
-
-async def test_a_storm_of_cancelled_puts_and_gets_through_memory_harms_no_byte(
-    mapped: Mapped,
-) -> None:
-    chance = new_seed()
-    host = mapped.node.host
-    done = 0
-
-    async def caller(n: int) -> None:
-        nonlocal done
-        key = b"%d" % n
-        buffer = bytearray(5 * MIB)
-        for i in range(30):
-            byte, size = 1 + (n * 31 + i) % 200, chance.choice((9 * KIB, 300 * KIB, 5 * MIB))
-            writing = chance.random() < 0.5
-            buffer[:] = bytes([byte if writing else 0]) * len(buffer)
-            view = memoryview(buffer)[:size]
-            calls = mapped.start(put(view, key) if writing else get(key, into=[memoryview(buffer)]))
-            if chance.random() < 0.5:
-                await asyncio.sleep(chance.choice((0, 0.001, 0.005)))
-                mapped.end(calls)
-                await calls.settled()
-                buffer[:] = b"\xff" * len(buffer)
-                await asyncio.sleep(0)
-                assert buffer.count(0xFF) == len(buffer)
-                continue
-            await calls.future
-            (answer,) = calls.answers
-            assert isinstance(answer, Reply)
-            done += 1
-            if not writing and answer.body.statuses == b"":
-                value = buffer[: answer.body.sizes[0]]
-                assert value.count(value[0]) == len(value)
-                assert value[0] not in (0, 0xFF)
-
-    await asyncio.gather(*[caller(n) for n in range(6)])
-    await until(lambda: len(mapped.path) == 0, "nothing is left")
-    for n in range(6):
-        (value,) = host.get(b"%d" % n)
-        assert value is None or len(set(value)) == 1
-    stats = mapped.node.store.stats()
-    assert (stats.allocated, stats.retiring) == (0, 0)
-    assert done > 30
-
-
-def test_nowhere_takes_any_number_of_bytes_and_no_memory() -> None:
-    for size in (0, 1, 64 * KIB, 100_000, 64 * MIB):
-        assert sum(map(len, nowhere(size))) == size
-    assert len({id(v.obj) for v in nowhere(64 * MIB)}) == 1
-
-
 # -- real nodes
 
 
@@ -969,7 +673,9 @@ def test_a_node_that_is_killed_and_started_again_is_used_again(
             await calls(kv)
             (peer,) = [p for m, p in kv._driver._peers.items() if not isinstance(m, str)]
             assert (peer.path is not None and peer.path.ready) is (path != "zmq")
-            gets = [asyncio.create_task(kv.batch_get([f"k{j}" for j in range(4)])) for _ in range(20)]
+            gets = [
+                asyncio.create_task(kv.batch_get([f"k{j}" for j in range(4)])) for _ in range(20)
+            ]
             await asyncio.sleep(0.002)
             await asyncio.to_thread(cluster["n0"].kill)
             await asyncio.to_thread(cluster["n0"].start)

@@ -62,9 +62,7 @@ class Caller:
 
     async def __aenter__(self) -> Caller:
         welcome = self.node.welcome(self.session)
-        self.path = await asyncio.to_thread(
-            DataPath, welcome, self._session, LIMITS, self._shared
-        )
+        self.path = await asyncio.to_thread(DataPath, welcome, self._session, LIMITS, self._shared)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -374,7 +372,7 @@ async def test_the_memory_of_a_node_that_is_gone_can_still_be_read(node: DataNod
         assert shared is not None
         (item,) = [o for b in node.store.buckets.values() for o in b.objects.values()]
         place = item.offset
-        Path(node.store.arena.path).unlink()
+        os.unlink(node.store.arena.path)
         node.server.close()
         (answer,) = await caller.ask(put_of({b"k": bytes(MIB)}))
         assert isinstance(answer, Lost)

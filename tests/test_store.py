@@ -1265,3 +1265,18 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
+def test_what_its_readers_are_done_with_makes_room_before_anything_is_evicted(
+    store: Store,
+) -> None:
+    """Also when nobody has taken their tokens back yet."""
+    third = bytes(MIB // 3)
+    put_ok(store, b"keep", bytes(100))
+    old = put_ok(store, b"k", third)
+    store.acquire(old)
+    put_ok(store, b"k", third)
+    store.release_later.append(old)
+    put_ok(store, b"other", third)
+    assert exists(store, b"keep", b"k", b"other") == [True] * 3
+    assert store.stats().retiring == 0

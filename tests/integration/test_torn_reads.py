@@ -20,10 +20,10 @@ from p2pkv import AsyncClient, Client
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing.cluster import Cluster
 
-Place = tuple[Any, str]
-"""Endpoints of etcd, and the cluster's name."""
+Place = tuple[Any, str, str]
+"""Endpoints of etcd, the cluster's name, and how bytes travel."""
 
-SECONDS = 8.0
+SECONDS = 5.0
 KEYS = [f"torn/{i}" for i in range(4)]
 KiB = 1 << 10
 SIZE_MAX = 1024 * KiB
@@ -107,7 +107,7 @@ async def read_async(kv: AsyncClient, until: float) -> int:
 
 def run(work: Callable[[Client, float], int], results: Any, begin: Any, place: Place) -> None:
     try:
-        with Client(place[0], cluster=place[1]) as kv:
+        with Client(place[0], cluster=place[1], path=place[2]) as kv:
             kv.batch_get(KEYS)
             begin.wait(60)
             results.put((work.__name__, work(kv, time.time() + SECONDS)))
@@ -117,7 +117,7 @@ def run(work: Callable[[Client, float], int], results: Any, begin: Any, place: P
 
 def run_async(results: Any, begin: Any, place: Place) -> None:
     async def main() -> int:
-        async with AsyncClient(place[0], cluster=place[1]) as kv:
+        async with AsyncClient(place[0], cluster=place[1], path=place[2]) as kv:
             await kv.batch_get(KEYS)
             begin.wait(60)
             return await read_async(kv, time.time() + SECONDS)
@@ -129,13 +129,16 @@ def run_async(results: Any, begin: Any, place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_readers_of_what_is_overwritten_get_one_version_whole(etcd: EtcdCluster) -> None:
+@pytest.mark.parametrize("path", ["auto", "tcp", "zmq"])
+def test_readers_of_what_is_overwritten_get_one_version_whole(
+    etcd: EtcdCluster, path: str
+) -> None:
     context = multiprocessing.get_context("spawn")
     with Cluster(1, etcd=etcd) as cluster:
         with cluster.client() as kv:
             kv.batch_put(dict.fromkeys(KEYS, value_of(1)))
         results: Any = context.Queue()
-        rest = (results, context.Barrier(3), (cluster.etcd.endpoints, cluster.name))
+        rest = (results, context.Barrier(3), (cluster.etcd.endpoints, cluster.name, path))
         processes = [
             context.Process(target=run, args=(write, *rest)),
             context.Process(target=run, args=(read, *rest)),
