@@ -80,7 +80,11 @@ class _Peer:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.backlog or self.path)
+        return not (self.waiting or self.backlog or self._on_path)
+
+    @property
+    def _on_path(self) -> int:
+        return 0 if self.path is None else self.path.under_way
 
     def _listen(self) -> None:
         self._waiters = (
@@ -96,10 +100,9 @@ class _Peer:
             self.backlog.append(call)
 
     def _send(self, call: Call) -> bool:
-        path = self.path
-        under_way = len(self.waiting) + (len(path) if path is not None else 0)
-        if under_way >= self._credit:
+        if len(self.waiting) + self._on_path >= self._credit:
             return False
+        path = self.path
         if path is None:
             path = self._connect()
         if path is not None and path.ready:

@@ -196,8 +196,9 @@ class AsyncPath(Connection):
         self.unreachable = True
         self.lose(f"no answer within {CONNECT_TIMEOUT_S:g} s")
 
-    def __len__(self) -> int:
-        """Requests under way."""
+    @property
+    def under_way(self) -> int:
+        """Requests that have no answer yet."""
         return len(self._waiting) + self._copying
 
     # -- sending

@@ -26,6 +26,8 @@ from p2pkv.stream import MAGIC, PREFACE, TOKEN_BYTES, configure, message, room, 
 
 ACCEPTS_MAX = 32
 """Connections that one wake-up accepts before others get their turn."""
+JOINED_MAX = 8 << 10
+"""Answers up to here are copied into one piece, which is less work than to keep track of it."""
 OUTGOING_BYTES_MAX = 64 << 20
 """A connection with so much unsent is not read from."""
 
@@ -231,7 +233,20 @@ class _Peer(Connection):
         kind, body, payload = response
         size = sum(len(p.view) if isinstance(p, Run) else len(p) for p in payload)
         begin = message(kind, head.request, self._service.revision(), body, size)
+        if size <= JOINED_MAX:
+            begin, payload = _joined(begin, payload), ()
+            if self._start == self._end and not self._outgoing:  # else it leaves with the others
+                begin = self._send_now(begin)
+                if not begin:
+                    return
         self._queue(Outgoing(begin, payload))
+
+    def _send_now(self, data: bytes) -> bytes:
+        """Send an answer at once; what did not leave."""
+        try:
+            return data[self._sock.send(data) :]
+        except BlockingIOError:
+            return data
 
     # -- ending
 
@@ -250,6 +265,17 @@ class _Peer(Connection):
             self._filling = None
         self._service.unshare(self.shared)
         self._server.forget(self)
+
+
+def _joined(begin: bytes, payload: Sequence[Any]) -> bytes:
+    """An answer in one piece, which holds nothing of the arena."""
+    if not payload:
+        return begin
+    data = b"".join([begin, *[p.view if isinstance(p, Run) else p for p in payload]])
+    for piece in payload:
+        if isinstance(piece, Run):
+            piece.done()
+    return data
 
 
 def new_token() -> bytes:

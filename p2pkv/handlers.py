@@ -155,6 +155,10 @@ class Handlers:
         starts, lengths = len(body.starts), len(body.lengths)
         if starts != lengths or starts not in (0, len(body.keys)):
             raise ProtocolError(f"{starts} starts, {lengths} lengths for {len(body.keys)} keys")
+        if len(body.keys) == 1 and not (starts or body.tell_once):
+            response = self._get_small(body.keys[0], now)
+            if response is not None:
+                return response
         buckets, refused = self._admit(body.keys, now)
         if not refused:
             found = self.store.get_batch(buckets, body.keys, now)
@@ -165,6 +169,18 @@ class Handlers:
         for i, item in zip(items, hits, strict=True):
             found[i] = item
         return self._values(session, found, body, refused)
+
+    def _get_small(self, key: bytes, now: int) -> Response | None:
+        """The value of one key, copied, where that is all there is to it; else None."""
+        bucket = ring.bucket_of(key, self.bucket_count)
+        if bucket not in self.primary or not self.may_serve(now):
+            return None
+        item = self.store.find(bucket, key, now)
+        if item is None or not 0 < item.size < LOCATE_MIN:
+            return None
+        self.store.use(item)
+        values = wire.Values(b"", [item.size], [])
+        return Kind.VALUES, values, (bytes(self.store.value(item)),)
 
     def _values(
         self,

@@ -55,6 +55,12 @@ def bucket_of(key: bytes, bucket_count: int) -> BucketId:
 def buckets_of(keys: Sequence[bytes], bucket_count: int) -> list[int]:
     """``bucket_of`` for each key, in one go. Keys of one tag cost least next to each other."""
     mask = bucket_count - 1
+    if b"{" not in b"".join(keys):  # one search for all of them
+        return [hashed & mask for hashed in map(xxh3_64_intdigest, keys)]
+    return _buckets_of_tagged(keys, mask)
+
+
+def _buckets_of_tagged(keys: Sequence[bytes], mask: int) -> list[int]:
     digest = xxh3_64_intdigest
     result: list[int] = []
     append = result.append

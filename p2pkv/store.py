@@ -115,6 +115,11 @@ class Store(Catalog):
         self.counters.misses += len(found) - len(hits)
         return found
 
+    def use(self, item: Object) -> None:
+        """Counts as access to what ``find`` found."""
+        self.policy.touch(item)
+        self.counters.hits += 1
+
     def exists_batch(self, buckets: Sequence[int], keys: Sequence[bytes], now: int) -> list[bool]:
         """Whether each key is there. No access: changes neither order nor figures."""
         index = self.index

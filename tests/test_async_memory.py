@@ -138,7 +138,7 @@ async def test_hundreds_of_calls_at_once_get_what_is_theirs(mapped: Mapped) -> N
     keys = list(values)
     answers = await mapped.ask(*[get(k) for k in keys for _ in range(2)])
     assert [b"".join(a.frames) for a in answers] == [values[k] for k in keys for _ in range(2)]
-    assert len(mapped.path) == 0
+    assert mapped.path.under_way == 0
 
 
 async def test_a_value_that_changes_while_a_thread_copies_it_is_not_returned(
@@ -181,8 +181,8 @@ async def test_a_call_whose_copy_is_under_way_ends_when_the_copy_does(mapped: Ma
 async def test_room_for_a_put_that_ended_before_its_answer_is_given_back(mapped: Mapped) -> None:
     calls = mapped.start(put(b"x" * MIB))
     mapped.end(calls)
-    assert len(mapped.path) == 1, "the answer is still to come"
-    await until(lambda: len(mapped.path) == 0, "the abort")
+    assert mapped.path.under_way == 1, "the answer is still to come"
+    await until(lambda: mapped.path.under_way == 0, "the abort")
     assert mapped.node.host.handlers.requests[Kind.ABORT] == 1
     assert mapped.node.store.stats().used_bytes == 0
     assert mapped.node.host.get(b"k") == [None]
@@ -198,7 +198,7 @@ async def test_room_for_a_put_that_ended_while_it_was_written_is_given_back(
     mapped.end(calls)
     mapped.held.set()
     await calls.settled()
-    await until(lambda: len(mapped.path) == 0, "the abort")
+    await until(lambda: mapped.path.under_way == 0, "the abort")
     assert mapped.node.store.stats().used_bytes == 0
     assert not request.sent, "it has certainly not run"
 
@@ -207,7 +207,7 @@ async def test_open_objects_of_a_call_that_ended_are_released(mapped: Mapped) ->
     mapped.node.host.put({b"k": b"v"})
     calls = mapped.start(Request(PEER, Kind.OPEN, wire.Open([b"k"])))
     mapped.end(calls)
-    await until(lambda: len(mapped.path) == 0, "the release")
+    await until(lambda: mapped.path.under_way == 0, "the release")
     assert not mapped.session.tokens
 
 
@@ -266,7 +266,7 @@ async def test_a_storm_of_cancelled_puts_and_gets_through_memory_harms_no_byte(
                 assert value[0] not in (0, 0xFF)
 
     await asyncio.gather(*[caller(n) for n in range(6)])
-    await until(lambda: len(mapped.path) == 0, "nothing is left")
+    await until(lambda: mapped.path.under_way == 0, "nothing is left")
     for n in range(6):
         (value,) = host.get(b"%d" % n)
         assert value is None or len(set(value)) == 1

@@ -128,6 +128,7 @@ def test_the_target_of_a_move_is_killed_and_nothing_is_lost(etcd: EtcdCluster) -
         kv.batch_put(values)
         cluster.add_node("target", wait=False)
         cluster.wait(lambda: figure(kv, "buckets_learning") > 0, "a bucket is on its way")
+        cluster["target"].pause()  # so that no more buckets arrive while we look
         gone = {b for b, v in cluster.view().buckets.items() if v.record.primary.node == "target"}
         cluster["target"].kill()
         view = cluster.wait_settled(["n0", "n1"])
