@@ -130,9 +130,7 @@ def run_async(results: Any, begin: Any, place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["auto", "tcp", "zmq"])
-def test_readers_of_what_is_overwritten_get_one_version_whole(
-    etcd: EtcdCluster, path: str
-) -> None:
+def test_readers_of_what_is_overwritten_get_one_version_whole(etcd: EtcdCluster, path: str) -> None:
     context = multiprocessing.get_context("spawn")
     with Cluster(1, etcd=etcd) as cluster:
         with cluster.client() as kv:
