@@ -14,8 +14,9 @@ from p2pkv import clock, wire
 from p2pkv.arguments import put_options
 from p2pkv.async_driver import AsyncDriver
 from p2pkv.buffers import copy
-from p2pkv.client import NearCache, client_config, near_batch_get, scan_cursor
+from p2pkv.client import client_config, scan_cursor
 from p2pkv.config import ClientConfig, EtcdConfig
+from p2pkv.near_cache import NearCache, near_batch_get
 from p2pkv.operations import Key, Operations, encode_key
 from p2pkv.routing import Router
 from p2pkv.tensors import AsyncTensorCalls

@@ -18,7 +18,7 @@ from rawpeer import Answer, RawPeer, echo, error, silent, table_of
 
 from p2pkv import wire
 from p2pkv.async_driver import AsyncDriver
-from p2pkv.client import SocketDriver
+from p2pkv.blocking_driver import SocketDriver
 from p2pkv.config import ClientConfig, Limits
 from p2pkv.errors import ClosedClient, DeadlineExceeded, ForkedClient, Miss
 from p2pkv.routing import Exchange, Lost, Operation, Pause, Reply, Request, Router

@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
      "gossip"},
     {"handlers", "ownership"},
     {"dlpack", "cuda", "arrays", "staging", "tensors"},
-    {"client", "async_client", "async_driver"},
+    {"client", "blocking_driver", "near_cache", "async_client", "async_driver"},
     {"node", "mover", "figures", "hosted"},
     {"admin", "cli", "commands", "bench", "adapters"},
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from p2pkv import clock
-from p2pkv.client import SocketDriver
+from p2pkv.blocking_driver import SocketDriver
 from p2pkv.commands.output import MISS, USAGE, Failure
 from p2pkv.config import ClientConfig
 from p2pkv.planner import registered
