@@ -44,6 +44,7 @@ def machine(memory_bytes: int) -> Iterator[Check]:
         yield _library(library)
     yield _uvloop()
     yield _native()
+    yield _ucx()
     yield _shared_memory(memory_bytes)
     yield _locked_memory(memory_bytes)
     yield _huge_pages()
@@ -84,6 +85,20 @@ def _native() -> Check:
         return Check("native part", "ok", "built")
     remedy = "bulk is slower without it: apt-get install gcc python3-dev, then install p2pkv again"
     return Check("native part", "note", "missing", remedy)
+
+
+def _ucx() -> Check:
+    from p2pkv import ucx_library
+
+    facts = ucx_library.doctor()
+    if not facts.usable:
+        remedy = "only RDMA needs it; docs/ucx.md says how to get a libucp that has it"
+        return Check("ucx", "note", facts.why_not, remedy)
+    transports = sorted({transport.partition("/")[0] for transport in facts.transports})
+    found = f"libucp {facts.version} ({facts.source}: {facts.library}), {', '.join(transports)}"
+    if facts.rdma:
+        return Check("ucx", "ok", found, "; ".join(facts.advice))
+    return Check("ucx", "note", f"{found}; no RDMA: {facts.rdma_reason}", "; ".join(facts.advice))
 
 
 def _shared_memory(memory_bytes: int) -> Check:
