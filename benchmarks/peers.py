@@ -6,7 +6,8 @@ Starts etcd, one p2pkv node, and each peer whose server and client library are f
 with redis-py and hiredis, memcached with pylibmc or pymemcache), all on loopback. One client
 process makes one call at a time. For each workload all configurations take turns, ROUNDS times;
 the figure is the median call of the best round, so that a busy moment of the machine does not
-decide. Every value that comes back is compared with what was stored.
+decide. Each ``get`` compares its value, which is in its time; after each round of ``batch_get``
+and ``batch_get_into`` one whole batch is compared byte by byte, outside of the timed calls.
 
 ``memcpy`` and ``socket`` are what the machine itself can do: a copy by one thread of the same
 bytes, and the same bytes through a plain socket pair.
@@ -251,14 +252,17 @@ def exists_keys(w: Work) -> list[str]:
 
 
 def wait_for(call: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    """Until a server that was just started answers. Raises the last error, or TimeoutError."""
     end = time.monotonic() + timeout_s
     while True:
+        last: Exception = TimeoutError(f"no server answered within {timeout_s} s")
         try:
             if call():
                 return
-        except Exception:
-            if time.monotonic() > end:
-                raise
+        except Exception as e:
+            last = e
+        if time.monotonic() > end:
+            raise last
         time.sleep(0.05)
 
 

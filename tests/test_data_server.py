@@ -251,6 +251,33 @@ async def test_many_requests_are_answered_in_their_order(node: DataNode) -> None
             assert head.revision == 7
 
 
+async def test_a_small_answer_gives_the_tokens_of_its_values_back(node: DataNode) -> None:
+    values = {b"a": os.urandom(3 * KIB), b"b": os.urandom(3 * KIB)}
+    node.host.put(values)
+    async with Greeted(node) as raw:
+        await raw.send(message(Kind.GET, 1, 0, wire.Get(list(values)), 0))
+        assert (await raw.receive())[1] == b"".join(values.values())
+    node.store.reap(monotonic())
+    assert node.host.statuses(Kind.DELETE, wire.Delete(list(values))) == []
+    assert node.store.stats().retiring == 0
+
+
+async def test_small_answers_to_who_does_not_read_yet_arrive_whole_later(node: DataNode) -> None:
+    value = os.urandom(7 * KIB)
+    node.host.put({b"k": value})
+    served = node.host.handlers.requests
+    async with Greeted(node, receive_buffer=4 * KIB) as raw:
+        for i in range(1, 1201):  # one at a time, so that each is answered at once
+            before = served.get(Kind.GET, 0)
+            await raw.send(message(Kind.GET, i, 0, wire.Get([b"k"]), 0))
+            await until(
+                lambda before=before: served.get(Kind.GET, 0) > before, "a request is served"
+            )
+        for i in range(1, 1201):
+            head, payload = await raw.receive()
+            assert (head.request, payload) == (i, value)
+
+
 async def test_a_put_of_many_pieces_goes_into_the_arena_and_out_again(node: DataNode) -> None:
     values = {b"k%d" % i: os.urandom(KIB * (i + 1)) for i in range(40)}
     body = wire.Put(list(values), list(map(len, values.values())), PLAIN)

@@ -105,6 +105,32 @@ def test_a_put_takes_each_value_to_its_own_key_where_some_are_refused(mixed: Mix
     assert mixed.host.get(mixed.keys[0], mixed.keys[3]) == [b"a", b"dddd"]
 
 
+@pytest.mark.parametrize("size", [1, LOCATE_MIN - 1, LOCATE_MIN])
+def test_a_get_of_one_value_counts_as_its_use(host: Host, size: int) -> None:
+    host.put({b"older": b"x" * size})
+    host.put({b"newer": b"y" * size})
+    assert next(iter(host.store.policy.victims())).key == b"older"
+    assert host.get(b"older") == [b"x" * size]
+    assert next(iter(host.store.policy.victims())).key == b"newer"
+    assert host.store.stats().counters.hits == 1
+
+
+def test_a_get_of_one_small_value_obeys_the_fence_and_the_bucket(host: Host) -> None:
+    key = host.keys_in(1, 1)[0]
+    host.put({key: b"v"})
+    host.fenced = True
+    assert answered(host.ask(Kind.GET, wire.Get([key])), Kind.VALUES).statuses == bytes(
+        [Status.STALLED]
+    )
+    host.fenced = False
+    host.handlers.primary.discard(1)
+    assert answered(host.ask(Kind.GET, wire.Get([key])), Kind.VALUES).statuses == bytes(
+        [Status.NOT_PRIMARY]
+    )
+    host.handlers.primary.add(1)
+    assert host.get(key) == [b"v"]
+
+
 def test_a_get_tells_the_refused_from_the_missing(mixed: Mixed) -> None:
     keys = [*mixed.keys, b"missing-key"]
     mixed.host.handlers.primary.add(ring.bucket_of(b"missing-key", Host.BUCKETS))
