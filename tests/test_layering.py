@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"wire", "ring", "planner", "membership", "handover", "records", "routing", "allocator",
      "eviction", "expiry", "objects", "operations", "arguments", "batches", "scanning",
      "keyed", "large", "outcomes", "parts", "layouts", "tensor_header",
-     "replication", "ucx_handles"},
+     "replication", "replicas", "replicated", "leases", "ucx_handles"},
     {"store", "arena", "hostlock", "catalog", "extents", "store_audit", "payload", "sessions"},
     {"authority", "etcd", "etcd_buckets", "etcd_channels", "etcd_session", "etcd_view",
      "etcd_watch", "discovery", "transport", "stream", "connection", "data_server",

@@ -1,0 +1,148 @@
+"""What the replicas of a bucket say to each other, as it goes on the wire. Pure."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta as Limit
+
+from p2pkv.types import Member
+
+BUCKETS_MAX = 65536
+LOG_ENTRIES_MAX = 16384
+"""Operations of one bucket that may be prepared and not committed."""
+
+_Bucket = Annotated[int, Limit(ge=0, lt=BUCKETS_MAX)]
+_Count = Annotated[int, Limit(ge=0, lt=1 << 62)]
+_Key = Annotated[bytes, Limit(max_length=1024)]
+
+
+class OpKind(IntEnum):
+    """What an operation does to a bucket, whatever is there: the primary has decided."""
+
+    PUT = 0
+    """``key`` has this value now."""
+    DELETE = 1
+    EVICT = 2
+    """The primary gave ``key`` up for want of room; so do the others."""
+    EXPIRE = 3
+    """``key`` lives ``ttl_ms`` from now; 0: for ever."""
+    DELETE_RANGE = 4
+    """All keys from ``key`` on that start with it, up to ``extra`` (empty: to the end)."""
+    PIN = 5
+    """``extra`` (a client) pins ``key`` for ``ttl_ms``."""
+    UNPIN = 6
+
+
+class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One operation. The value of a PUT travels beside it."""
+
+    kind: Annotated[int, Limit(ge=0, le=OpKind.UNPIN)]
+    key: _Key
+    size: Annotated[int, Limit(ge=0, lt=1 << 62)] = 0
+    ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)] = 0
+    flags: Annotated[int, Limit(ge=0, lt=256)] = 0
+    """WRITE_ONCE, SOFT_PIN, HARD_PIN."""
+    checksum: Annotated[int, Limit(ge=0, lt=1 << 64)] = 0
+    extra: Annotated[bytes, Limit(max_length=1024)] = b""
+
+
+WRITE_ONCE, SOFT_PIN, HARD_PIN = 1, 2, 4
+
+
+class Session(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
+    """One time of being brought into step: by a new epoch (nonce 0), or by a copy (invariant I11).
+
+    Later ones are greater.
+    """
+
+    epoch: _Count
+    nonce: _Count = 0
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """PREPARE for a run of operations of one bucket, in order; and what is committed so far."""
+
+    bucket: _Bucket
+    epoch: _Count
+    commit: _Count
+    first: _Count
+    """Sequence number of the first."""
+    ops: Annotated[list[Op], Limit(max_length=LOG_ENTRIES_MAX)]
+    origins: Annotated[list[_Count], Limit(max_length=LOG_ENTRIES_MAX)] = []
+    """The epoch in which each was proposed first. Empty: in this one."""
+
+
+class PrepareAck(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Everything up to ``last`` is prepared here."""
+
+    bucket: _Bucket
+    epoch: _Count
+    last: _Count
+    session: Session
+    dropped: _Count = 0
+    """Values among those just prepared for which there was no room: no copy of them is here."""
+
+
+class NewEpoch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A new primary has committed up to ``base`` and prepared ``origins`` behind it."""
+
+    bucket: _Bucket
+    epoch: _Count
+    base: _Count
+    origins: Annotated[list[_Count], Limit(max_length=LOG_ENTRIES_MAX)]
+
+
+class NewEpochAck(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The log here is the new primary's up to ``last``."""
+
+    bucket: _Bucket
+    epoch: _Count
+    last: _Count
+    session: Session
+
+
+class SteppedDown(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The primary of ``epoch`` has handed the bucket over and serves nothing any more."""
+
+    bucket: _Bucket
+    epoch: _Count
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Everything up to ``commit`` is committed."""
+
+    bucket: _Bucket
+    epoch: _Count
+    commit: _Count
+
+
+class Beacon(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The sender claims to be primary of these buckets, and asks for a grant to serve reads."""
+
+    sent_ns: _Count
+    """On the sender's clock; names the beacon."""
+    claims: dict[_Bucket, _Count]
+    """Epoch by bucket."""
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The answer: granted but for ``refused``, counted from the beacon's sending."""
+
+    sent_ns: _Count
+    refused: Annotated[list[_Bucket], Limit(max_length=BUCKETS_MAX)] = []
+
+
+class Talk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Everything small that one node has to tell another at this moment. May get lost."""
+
+    sender: Member
+    to: Member
+    beacon: Beacon | None = None
+    grant: Grant | None = None
+    commits: list[Commit] = []
+    new_epochs: list[NewEpoch] = []
+    new_epoch_acks: list[NewEpochAck] = []
+    stepped_down: list[SteppedDown] = []
