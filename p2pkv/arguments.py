@@ -23,6 +23,9 @@ _BYTES_ONLY = {bytes}
 _NOWHERE = RegisteredMemory()
 
 
+REPLICAS_MAX = 8
+
+
 def encode_key(key: Key, limits: Limits) -> bytes:
     """The bytes of a key. Raises InvalidArgument, TooLarge."""
     if type(key) is not bytes:
@@ -198,8 +201,18 @@ def _within(name: str, seconds: float, bound: float) -> float:
 
 
 def put_options(
-    if_absent: bool, write_once: bool, soft_pin: bool, hard_pin: bool, ttl: float | None
+    if_absent: bool,
+    write_once: bool,
+    soft_pin: bool,
+    hard_pin: bool,
+    ttl: float | None,
+    min_replicas: int = 0,
 ) -> PutOptions:
     """Checked options of a put. Raises InvalidArgument."""
     ttl_ms = 0 if ttl is None else milliseconds("ttl", ttl)
-    return PutOptions(if_absent, write_once, soft_pin, hard_pin, ttl_ms)
+    if not 0 <= min_replicas <= REPLICAS_MAX:
+        raise InvalidArgument(
+            f"min_replicas = {min_replicas}: must be from 0 to {REPLICAS_MAX}, 0 for what the "
+            "cluster asks for"
+        )
+    return PutOptions(if_absent, write_once, soft_pin, hard_pin, ttl_ms, min_replicas)

@@ -72,9 +72,9 @@ class AsyncClient(AsyncTensorCalls):
 
     async def put(self, key: Key, value: Any, *, if_absent: bool = False, write_once: bool = False,
                   soft_pin: bool = False, hard_pin: bool = False, ttl: float | None = None,
-                  timeout: float | None = None) -> int:  # fmt: skip
+                  min_replicas: int = 0, timeout: float | None = None) -> int:  # fmt: skip
         """See ``Client.put``."""
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         self._forget((key,))
         return await self._driver.run(self._ops.put(key, value, options, timeout))
 
@@ -86,9 +86,10 @@ class AsyncClient(AsyncTensorCalls):
 
     async def put_from(self, key: Key, parts: Any, *, if_absent: bool = False,
                        write_once: bool = False, soft_pin: bool = False, hard_pin: bool = False,
-                       ttl: float | None = None, timeout: float | None = None) -> int:  # fmt: skip
+                       ttl: float | None = None,
+                       min_replicas: int = 0, timeout: float | None = None) -> int:  # fmt: skip
         """See ``Client.put_from``."""
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         self._forget((key,))
         return await self._driver.run(self._ops.put_from(key, parts, options, timeout))
 
@@ -120,9 +121,10 @@ class AsyncClient(AsyncTensorCalls):
     async def batch_put(self, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]], *,
                         if_absent: bool = False, write_once: bool = False, soft_pin: bool = False,
                         hard_pin: bool = False, ttl: float | None = None,
+                        min_replicas: int = 0,
                         timeout: float | None = None) -> list[int]:  # fmt: skip
         """See ``Client.batch_put``."""
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         if self._near is not None:
             items = list(items.items() if isinstance(items, Mapping) else items)
             self._forget([k for k, _ in items])
@@ -140,9 +142,10 @@ class AsyncClient(AsyncTensorCalls):
                              if_absent: bool = False, write_once: bool = False,
                              soft_pin: bool = False, hard_pin: bool = False,
                              ttl: float | None = None,
+                             min_replicas: int = 0,
                              timeout: float | None = None) -> list[int]:  # fmt: skip
         """See ``Client.batch_put_from``."""
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         if self._near is not None:
             keys = list(keys)
             self._forget(keys)

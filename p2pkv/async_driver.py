@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -40,8 +41,8 @@ from p2pkv.types import Member
 from p2pkv.wire import Kind
 
 T = TypeVar("T")
-Local = Callable[[Request], Reply]
-"""Answers a request in process."""
+Local = Callable[[Request, Callable[[Reply], None]], None]
+"""Answers a request in process, at once or later."""
 OffLoop = Callable[[Callable[[], None]], "asyncio.Future[None]"]
 
 NO_DATA_NS = 5 * SECOND_NS
@@ -345,7 +346,7 @@ class AsyncDriver:
 
     def _submit(self, calls: Calls, index: int, request: Request, used: set[_Peer]) -> None:
         if self._local is not None and request.to == self._member:
-            calls.answer(index, self._local(request))
+            self._local(request, partial(calls.answer, index))
             return
         try:
             peer = self._peer(request.to)

@@ -61,7 +61,7 @@ class GetBatch(Keyed):
         self.once: list[int] = []
 
     def body(self, items: Sequence[int]) -> wire.Get:
-        return wire.Get(self.keys_of(items), self.tell_once)
+        return wire.Get(self.keys_of(items), self.tell_once, any_copy=self.any_copy)
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
         request = Request(to, Kind.GET, self.body(items))
@@ -157,7 +157,7 @@ class GetRanges(GetBatch):
 
     def body(self, items: Sequence[int]) -> wire.Get:
         starts, lengths = [self.starts[i] for i in items], [self.lengths[i] for i in items]
-        return wire.Get(self.keys_of(items), False, False, starts, lengths)
+        return wire.Get(self.keys_of(items), False, False, starts, lengths, self.any_copy)
 
     def check(self, items: Sequence[int], body: wire.Values) -> None:
         totals = body.totals
@@ -251,6 +251,7 @@ class PutBatch(Keyed):
         self.values = values
         self.sizes: list[int] = sizes_of(values)
         self.options = options
+        self.repeatable = options.write_once and not options.if_absent
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
         keys, sizes, values = self.keys, self.sizes, self.values
@@ -262,7 +263,9 @@ class PutBatch(Keyed):
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = expect(reply, Kind.STATUSES)
-        self.put_results(items, [1] * len(items))
+        if body.copies:
+            _check_number("numbers of copies", len(body.copies), len(items))
+        self.put_results(items, list(body.copies) or [1] * len(items))
         return body.statuses
 
     def settle(self, item: int, status: int) -> None:

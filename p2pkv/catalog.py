@@ -5,7 +5,7 @@ All that changes when an object comes or goes changes here, together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -71,6 +71,8 @@ class Catalog:
         self.evictable_bytes = 0
         self.hard_pinned = 0
         self.hard_pinned_bytes = 0
+        self.on_evicted: Callable[[Collection[Object]], object] | None = None
+        """Told of objects that are given up for want of room."""
         self._version = 0
 
     # -- coming and going
@@ -99,6 +101,8 @@ class Catalog:
     def _bury(self, items: Collection[Object], reason: Reason) -> int:
         """Counts objects that left, and gives their extents back."""
         self.counters.lost[reason] += len(items)
+        if reason is _EVICTED and self.on_evicted is not None:
+            self.on_evicted(items)
         self.counters.lost_bytes[reason] += sum([item.size for item in items])
         return self.extents.give_back(items)
 

@@ -103,16 +103,17 @@ class Client(TensorCalls):
 
     def put(self, key: Key, value: Any, *, if_absent: bool = False, write_once: bool = False,
             soft_pin: bool = False, hard_pin: bool = False, ttl: float | None = None,
-            timeout: float | None = None) -> int:  # fmt: skip
+            min_replicas: int = 0, timeout: float | None = None) -> int:  # fmt: skip
         """Store a value, replacing the old one. Returns the number of copies: 0 means not stored.
 
         ``if_absent``: store only if the key is not there (else 0). ``write_once``: promise that
         this key's content never differs, so that anyone may keep and serve it; a put on such a
         key keeps the bytes that are there. ``soft_pin``: evicted last. ``hard_pin``: never evicted,
-        within the node's quota. ``ttl``: seconds until it expires. Raises OutOfMemory,
-        QuotaExceeded.
+        within the node's quota. ``ttl``: seconds until it expires. ``min_replicas``: so many
+        members in sync must have it (0: what the cluster's ``min_in_sync`` says). Raises
+        OutOfMemory, QuotaExceeded, NotEnoughReplicas.
         """
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         self._forget((key,))
         return self._driver.run(self._ops.put(key, value, options, timeout))
 
@@ -124,12 +125,12 @@ class Client(TensorCalls):
 
     def put_from(self, key: Key, parts: Any, *, if_absent: bool = False, write_once: bool = False,
                  soft_pin: bool = False, hard_pin: bool = False, ttl: float | None = None,
-                 timeout: float | None = None) -> int:  # fmt: skip
+                 min_replicas: int = 0, timeout: float | None = None) -> int:  # fmt: skip
         """``put`` of a value that lies in several buffers, one after the other: they are gathered.
 
         ``parts``: a sequence of contiguous buffers or ``(address, length)`` pairs, or one of them.
         """
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         self._forget((key,))
         return self._driver.run(self._ops.put_from(key, parts, options, timeout))
 
@@ -186,9 +187,9 @@ class Client(TensorCalls):
     def batch_put(self, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]], *,
                   if_absent: bool = False, write_once: bool = False, soft_pin: bool = False,
                   hard_pin: bool = False, ttl: float | None = None,
-                  timeout: float | None = None) -> list[int]:  # fmt: skip
+                  min_replicas: int = 0, timeout: float | None = None) -> list[int]:  # fmt: skip
         """``put`` of many (a mapping, or pairs). Returns the copies of each, in order."""
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         if self._near is not None:
             items = list(items.items() if isinstance(items, Mapping) else items)
             self._forget([k for k, _ in items])
@@ -203,9 +204,10 @@ class Client(TensorCalls):
     def batch_put_from(self, keys: Iterable[Key], values: Iterable[Any], *,
                        if_absent: bool = False, write_once: bool = False, soft_pin: bool = False,
                        hard_pin: bool = False, ttl: float | None = None,
+                       min_replicas: int = 0,
                        timeout: float | None = None) -> list[int]:  # fmt: skip
         """``put_from`` of many: the parts of each value. Returns the copies of each, in order."""
-        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
+        options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl, min_replicas)
         if self._near is not None:
             keys = list(keys)
             self._forget(keys)

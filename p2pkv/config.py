@@ -110,6 +110,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bucket_count: Annotated[int, Limit(ge=1, le=65536)] = 1024
     """A power of two. A node with another count than the cluster's is refused."""
 
+    replication_factor: Annotated[int, Limit(ge=1, le=8)] = 1
+    """Copies of each bucket, on different hosts where there are enough. In force is what the
+    cluster was created with."""
+    min_in_sync: Annotated[int, Limit(ge=1, le=8)] = 1
+    """With fewer copies in sync, writes are refused. In force is what the cluster was created
+    with. 1: writes go on as long as any copy lives."""
+
     # -- memory
     memory_limit_bytes: Annotated[int, Limit(ge=1 * MiB)] = 1 * GiB
     """Shared memory for values."""
@@ -140,6 +147,17 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     drain_timeout_s: Positive = 120.0
     """How long SIGTERM waits for the buckets to be handed over."""
 
+    # -- copies
+    beacon_s: Positive = 0.125
+    """Between two beacons of a primary to those who hold its copies."""
+    lease_s: Positive = 0.5
+    """How long a copy's grant lets a primary answer reads, and a little less than what its
+    successor waits; at least 3 * beacon_s."""
+    slow_s: Positive = 2.0
+    """A copy that acknowledges nothing for so long is taken out of the set that must."""
+    rebuild_delay_s: Positive = 10.0
+    """So long after a node was lost its copies are made anew elsewhere, if it is not back."""
+
     # -- trouble with etcd (design, section 6.4)
     fence_after_s: Positive = 10.0
     """Without etcd for so long, a node serves only while it is sure not to be replaced."""
@@ -157,6 +175,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise _error("bucket_count", self.bucket_count, "a power of two")
         if self.reset_after_s <= self.fence_after_s:
             raise _error("reset_after_s", self.reset_after_s, f"more than {self.fence_after_s} s")
+        if self.lease_s < 3 * self.beacon_s:
+            raise _error("lease_s", self.lease_s, f"at least 3 * beacon_s = {3 * self.beacon_s} s")
+        if self.min_in_sync > self.replication_factor:
+            allowed = f"at most replication_factor = {self.replication_factor}"
+            raise _error("min_in_sync", self.min_in_sync, allowed)
         address = _address("bind", self.bind)
         if self.advertise and _address("advertise", self.advertise).is_unspecified:
             raise _error("advertise", self.advertise, "an address that others can connect to")
@@ -188,6 +211,9 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     path: Annotated[str, Limit(pattern="^(auto|tcp|zmq)$")] = "auto"
     """How bytes travel. ``auto``: through shared memory on the node's host, else over a data
     connection, else over ZeroMQ. ``tcp``: no shared memory. ``zmq``: no data connection either."""
+    read: Annotated[str, Limit(pattern="^(any|primary)$")] = "any"
+    """Who may answer a get when a bucket's primary does not: ``any`` of its copies, with what was
+    put ``write_once``, whose content cannot differ; or nobody but the ``primary``."""
     connections_max: Annotated[int, Limit(ge=1, le=1024)] = 64
     """Threads that may use one Client at the same time; more wait for their turn."""
 

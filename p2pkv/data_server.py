@@ -22,6 +22,7 @@ from p2pkv.clock import monotonic
 from p2pkv.config import Limits
 from p2pkv.connection import Connection, Outgoing
 from p2pkv.errors import ConfigError, ProtocolError
+from p2pkv.sessions import Deferred
 from p2pkv.stream import MAGIC, PREFACE, TOKEN_BYTES, configure, message, room, wait_for_ever
 
 ACCEPTS_MAX = 32
@@ -39,7 +40,7 @@ class Filling(Protocol):
 
     views: list[memoryview]
 
-    def finish(self, now: int) -> Response: ...
+    def finish(self, now: int) -> Response | Deferred: ...
 
     def abort(self) -> None: ...
 
@@ -61,7 +62,7 @@ class Service(Protocol):
         head: wire.Head,
         frames: Sequence[wire.Buffer],
         shared: dict[int, Any],
-    ) -> Response:
+    ) -> Response | Deferred:
         """Answer a request. ``shared`` is what this connection's client fills by itself."""
         ...
 
@@ -213,7 +214,7 @@ class _Peer(Connection):
         filling, frames = self._filling, self._frames
         self._filling, self._frames = None, []
         if filling is not None:
-            self._answer(head, filling.finish(monotonic()))
+            self._answer_when_ready(head, filling.finish(monotonic()))
         else:
             self._respond(head, frames)
 
@@ -227,7 +228,21 @@ class _Peer(Connection):
         if self.shared and not self._patient:
             self._patient = True
             wait_for_ever(self._sock)
-        self._answer(head, response)
+        self._answer_when_ready(head, response)
+
+    def _answer_when_ready(self, head: wire.Head, response: Response | Deferred) -> None:
+        if isinstance(response, Deferred):
+            response.then(lambda answer: self._answer_late(head, answer))
+        else:
+            self._answer(head, response)
+
+    def _answer_late(self, head: wire.Head, response: Response) -> None:
+        """Called from elsewhere than this connection's events, where its errors do not belong."""
+        if not self.closed:
+            try:
+                self._answer(head, response)
+            except OSError as e:
+                self._broken(e)
 
     def _answer(self, head: wire.Head, response: Response) -> None:
         kind, body, payload = response

@@ -12,6 +12,7 @@
     ├── Unreachable (ConnectionError) no owner could be asked before the deadline
     ├── DeadlineExceeded (TimeoutError)  no answer in time; a read, or a write that cannot have run
     ├── Indeterminate                 a write that may or may not have run
+    ├── NotEnoughReplicas             fewer copies in sync than asked for; it may be written
     ├── Stalled                       the owner is there but may not serve now (fenced, lost bucket)
     ├── OutOfMemory (MemoryError)     nothing evictable could make room
     │   └── QuotaExceeded             the quota of pinned bytes
@@ -25,7 +26,8 @@
     └── BatchError                    some keys of a batch failed; ``results`` has each outcome
 
 ``may_have_taken_effect`` says whether the operation may have changed the store. Only Indeterminate
-(and a BatchError that holds one) has it set: all others promise that nothing was changed.
+and NotEnoughReplicas (and a BatchError that holds one) have it set: all others promise that nothing
+was changed.
 """
 
 from __future__ import annotations
@@ -81,6 +83,13 @@ class DeadlineExceeded(P2PKVError, TimeoutError):
 
 class Indeterminate(P2PKVError):
     """The write was sent and no answer came: it may have taken effect, once, or may not have."""
+
+    may_have_taken_effect = True
+
+
+class NotEnoughReplicas(P2PKVError):
+    """Fewer members in sync have the write, or could, than the cluster's ``min_in_sync`` or the
+    call's ``min_replicas`` ask for. It may be written on those that are there."""
 
     may_have_taken_effect = True
 

@@ -13,10 +13,12 @@ from p2pkv import ring, wire
 from p2pkv.clock import MILLISECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
+from p2pkv.journal import Journal, Outcome
 from p2pkv.objects import Object, Pin
 from p2pkv.parts import Parts
 from p2pkv.payload import Payload
-from p2pkv.sessions import ALLOCS_MAX, TOKENS_MAX, Response, Session, Sessions
+from p2pkv.replicated import OpKind
+from p2pkv.sessions import ALLOCS_MAX, TOKENS_MAX, Deferred, Response, Session, Sessions
 from p2pkv.store import Store
 from p2pkv.types import Member
 from p2pkv.wire import Fault, Kind, Status
@@ -32,32 +34,31 @@ _MISS = bytes([Status.MISS])
 class Handlers:
     """The operations of a node on its store.
 
-    ``primary`` are the buckets that this node may serve, ``moving`` those that it is handing over
-    at this moment; the node keeps both. ``may_serve(now)`` is the self-fence rule, asked at every
-    request. ``extra`` answers the kinds that concern the node as a whole.
+    ``may_serve(now)`` is the self-fence rule, asked at every request. ``extra`` answers the kinds
+    that concern the node as a whole. An answer that other nodes have a say in is a ``Deferred``.
     """
 
     def __init__(
         self,
         member: Member,
-        store: Store,
-        sessions: Sessions,
+        journal: Journal,
         limits: Limits,
         bucket_count: int,
         may_serve: Callable[[int], bool],
         extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response]],
     ) -> None:
         self.member = member
-        self.store = store
-        self.sessions = sessions
+        self.journal = journal
+        self.replicas = journal.replicas
+        self.store: Store = journal.store
+        self.sessions: Sessions = journal.sessions
         self.limits = limits
         self.bucket_count = bucket_count
         self.may_serve = may_serve
-        self.primary: set[int] = set()
-        self.moving: set[int] = set()
+        self.primary = self.replicas.served
         self.requests: dict[int, int] = {}
         self.refused = 0
-        self._kinds: dict[int, Callable[[Session, Any, Frames, int], Response]] = {
+        self._kinds: dict[int, Callable[[Session, Any, Frames, int], Response | Deferred]] = {
             Kind.GET: self._get,
             Kind.PUT: self._put,
             Kind.EXISTS: self._exists,
@@ -75,6 +76,7 @@ class Handlers:
             Kind.PIN: self._pin,
             Kind.UNPIN: self._unpin,
             Kind.EXPIRE: self._expire,
+            Kind.REPLICATE: self._replicate,
             Kind.PING: lambda *_: (Kind.PONG, wire.Empty(), ()),
         }
         for kind, handler in extra.items():
@@ -82,7 +84,7 @@ class Handlers:
 
     def handle(
         self, session: Session, kind: int, request: int, body: Any, frames: Frames, now: int
-    ) -> Response:
+    ) -> Response | Deferred:
         """Answer one request. A repeated write gets the answer of its first time."""
         session.last_seen = now
         handler = self._kinds.get(kind)
@@ -120,23 +122,32 @@ class Handlers:
             if longest > limits.key_bytes_max:
                 raise ProtocolError(f"a key of {longest} bytes, limit {limits.key_bytes_max}")
         buckets = ring.buckets_of(keys, self.bucket_count)
-        if not self.may_serve(now):
-            return buckets, bytes([Status.STALLED]) * len(keys)
-        if self.primary.issuperset(buckets):
+        if self._all_readable(now) and self.primary.issuperset(buckets):
             return buckets, b""
-        return buckets, bytes([self._bucket_status(b) for b in buckets])
+        statuses = bytes([self._bucket_status(b, now) for b in buckets])
+        return buckets, statuses if any(statuses) else b""
 
-    def _bucket_status(self, bucket: int) -> Status:
-        if bucket in self.primary:
-            return Status.OK
-        return Status.MOVING if bucket in self.moving else Status.NOT_PRIMARY
+    def _all_readable(self, now: int) -> bool:
+        """Whether whatever this node is primary of may be read, fence and grants considered."""
+        replicas = self.replicas
+        granted = now < replicas.reads_until or now < replicas.read_limit(now)
+        return granted and self.may_serve(now)
+
+    def _bucket_status(self, bucket: int, now: int) -> Status:
+        """A node that is fenced still serves what living copies let it serve: then nobody starts
+        the bucket anew."""
+        replicas = self.replicas
+        status = replicas.status(bucket, now)
+        if not status and not self.may_serve(now) and not replicas.has_rivals(bucket):
+            return Status.STALLED
+        return status
 
     def _each(
         self,
         keys: Sequence[bytes],
         now: int,
         run: Callable[[list[int], Sequence[int], Sequence[bytes]], Sequence[int]],
-    ) -> Response:
+    ) -> tuple[int, Any, Sequence[Any]]:
         """Statuses of ``run(items, buckets, keys)`` for the keys that may be served."""
         buckets, refused = self._admit(keys, now)
         if not refused:
@@ -160,20 +171,41 @@ class Handlers:
             if response is not None:
                 return response
         buckets, refused = self._admit(body.keys, now)
+        if refused and body.any_copy:
+            return self._values(session, *self._any_copies(buckets, body.keys, refused, now), body)
         if not refused:
             found = self.store.get_batch(buckets, body.keys, now)
-            return self._values(session, found, body)
+            return self._values(session, found, b"", body)
         items = [i for i, status in enumerate(refused) if not status]
         found = [None] * len(body.keys)
         hits = self.store.get_batch([buckets[i] for i in items], [body.keys[i] for i in items], now)
         for i, item in zip(items, hits, strict=True):
             found[i] = item
-        return self._values(session, found, body, refused)
+        return self._values(session, found, refused, body)
+
+    def _any_copies(
+        self, buckets: Sequence[int], keys: Sequence[bytes], refused: bytes, now: int
+    ) -> tuple[list[Object | None], bytes]:
+        """What is here, as primary or as backup; a copy of what is written once cannot be old."""
+        found: list[Object | None] = []
+        statuses = bytearray(refused)
+        for i, (bucket, key) in enumerate(zip(buckets, keys, strict=True)):
+            item = self.store.find(bucket, key, now)
+            if statuses[i]:
+                if item is not None and item.options.write_once:
+                    statuses[i] = Status.OK
+                else:
+                    item = None
+            found.append(item)
+        for item in found:
+            if item is not None:
+                self.store.use(item)
+        return found, bytes(statuses) if any(statuses) else b""
 
     def _get_small(self, key: bytes, now: int) -> Response | None:
         """The value of one key, copied, where that is all there is to it; else None."""
         bucket = ring.bucket_of(key, self.bucket_count)
-        if bucket not in self.primary or not self.may_serve(now):
+        if bucket not in self.primary or not self._all_readable(now):
             return None
         item = self.store.find(bucket, key, now)
         if item is None or not 0 < item.size < LOCATE_MIN:
@@ -186,8 +218,8 @@ class Handlers:
         self,
         session: Session,
         found: Sequence[Object | None],
+        refused: bytes,
         body: wire.Get,
-        refused: bytes = b"",
     ) -> Response:
         if body.starts:
             return self._ranges(session, found, body, refused)
@@ -343,14 +375,66 @@ class Handlers:
 
     # -- writing
 
-    def _put(self, session: Session, body: wire.Put, frames: Frames, now: int) -> Response:
+    def _change(
+        self,
+        keys: Sequence[bytes],
+        now: int,
+        act: Callable[[Sequence[int], Sequence[bytes], Sequence[int], Outcome], None],
+        required: int = 1,
+    ) -> Response | Deferred:
+        """``act(buckets, keys, at, outcome)`` for the keys that may be written; the statuses."""
+        buckets, refused = self._admit(keys, now)
+        outcome = Outcome(len(keys), _told, required)
+        if not refused:
+            act(buckets, keys, range(len(keys)), outcome)
+        else:
+            outcome.statuses[:] = refused
+            at = [i for i, status in enumerate(refused) if not status]
+            act([buckets[i] for i in at], [keys[i] for i in at], at, outcome)
+        result: Response | Deferred = outcome.result
+        return result
+
+    def _put(
+        self, session: Session, body: wire.Put, frames: Frames, now: int
+    ) -> Response | Deferred:
         values = self._values_of(body, frames)
 
-        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
-            chosen = values if len(items) == len(values) else [values[i] for i in items]
-            return self.store.put_batch(buckets, keys, chosen, body.options, now)
+        def put(
+            buckets: Sequence[int], keys: Sequence[bytes], at: Sequence[int], outcome: Outcome
+        ) -> None:
+            chosen = values if len(at) == len(values) else [values[i] for i in at]
+            if self.replicas.shared.isdisjoint(buckets):
+                statuses = self.store.put_batch(buckets, keys, chosen, body.options, now)
+                for i, status in zip(at, statuses, strict=True):
+                    outcome.set(i, status, 0 if status else 1)
+                return
+            sizes = [body.sizes[i] for i in at]
+            made = self.store.allocate_batch(buckets, keys, sizes, body.options, now)
+            for item, value in zip(made, chosen, strict=True):
+                if isinstance(item, Object):
+                    self.store.write(item.offset, value)
+            self.put_made(made, at, outcome, now)
 
-        return self._each(body.keys, now, run)
+        return self._change(body.keys, now, put, body.options.min_replicas)
+
+    def put_made(
+        self, made: Sequence[Object | Status], at: Sequence[int], outcome: Outcome, now: int
+    ) -> None:
+        """Commit what was allocated and filled, as far as this node may still serve it."""
+        ready: list[Object] = []
+        places: list[int] = []
+        refused: list[Object] = []
+        for i, item in zip(at, made, strict=True):
+            status = item if not isinstance(item, Object) else self._may_commit(item, True, now)
+            if isinstance(item, Object) and not status:
+                ready.append(item)
+                places.append(i)
+            else:
+                outcome.statuses[i] = status
+                if isinstance(item, Object):
+                    refused.append(item)
+        self.store.abort_batch(refused)
+        self.journal.put(ready, places, outcome, now)
 
     def _values_of(self, body: wire.Put, frames: Frames) -> list[Parts]:
         if len(body.sizes) != len(body.keys):
@@ -392,18 +476,22 @@ class Handlers:
         made = self.store.allocate_batch(buckets, body.keys, body.sizes, body.options, now)
         return Filling(self, session, request, made, body.sizes)
 
-    def finish_put(self, items: Sequence[Object], now: int) -> list[int]:
-        """Commit what was filled, as far as this node may still serve it."""
-        statuses: list[int] = [self._may_commit(item, True, now) for item in items]
-        refused = [item for item, s in zip(items, statuses, strict=True) if s]
-        self.store.abort_batch(refused)
-        ready = [item for item, s in zip(items, statuses, strict=True) if not s]
-        committed = iter(self.store.commit_batch(ready, now))
-        return [s or next(committed) for s in statuses]
+    def finish_put(
+        self, made: Sequence[Object | Status], required: int, now: int
+    ) -> Response | Deferred:
+        """The answer of a put whose bytes have arrived."""
+        outcome = Outcome(len(made), _told, required)
+        self.put_made(made, range(len(made)), outcome, now)
+        result: Response | Deferred = outcome.result
+        return result
 
-    def _delete(self, session: Session, body: wire.Delete, frames: Frames, now: int) -> Response:
-        return self._each(
-            body.keys, now, lambda _, buckets, keys: self.store.delete_batch(buckets, keys, now)
+    def _delete(
+        self, session: Session, body: wire.Delete, frames: Frames, now: int
+    ) -> Response | Deferred:
+        return self._change(
+            body.keys,
+            now,
+            lambda buckets, keys, at, outcome: self.journal.delete(buckets, keys, at, outcome, now),
         )
 
     def _alloc(self, session: Session, body: wire.Alloc, frames: Frames, now: int) -> Response:
@@ -462,33 +550,35 @@ class Handlers:
             at += memoryview(frame).nbytes
         return _statuses(())
 
-    def _commit(self, session: Session, body: wire.Commit, frames: Frames, now: int) -> Response:
-        statuses = bytearray(len(body.ids))
+    def _commit(
+        self, session: Session, body: wire.Commit, frames: Frames, now: int
+    ) -> Response | Deferred:
+        outcome = Outcome(len(body.ids), _told)
         ready: list[int] = []
         items: list[Object] = []
         for i, id in enumerate(body.ids):
             allocation = session.allocations.pop(id, None)
             if allocation is None:
-                statuses[i] = Status.CONFLICT
+                outcome.statuses[i] = Status.CONFLICT
                 continue
             complete = allocation.complete or (body.filled and id in (session.shared or ()))
             status = self._may_commit(allocation.item, complete, now)
             if status:
-                statuses[i] = status
+                outcome.statuses[i] = status
                 self.store.abort_batch([allocation.item])
             else:
                 ready.append(i)
                 items.append(allocation.item)
-        for i, status in zip(ready, self.store.commit_batch(items, now), strict=True):
-            statuses[i] = status
+                outcome.required = max(outcome.required, allocation.item.options.min_replicas)
+        self.journal.put(items, ready, outcome, now)
         if session.shared:
             self.unshare(session.shared, body.ids)
-        return _statuses(statuses)
+        result: Response | Deferred = outcome.result
+        return result
 
     def _may_commit(self, item: Object, complete: bool, now: int) -> Status:
-        if not self.may_serve(now):
-            return Status.STALLED
-        return self._bucket_status(item.bucket) if complete else Status.INVALID
+        status = self._bucket_status(item.bucket, now)
+        return status if status or complete else Status.INVALID
 
     def _abort(self, session: Session, body: wire.Abort, frames: Frames, now: int) -> Response:
         dropped = [session.allocations.pop(id, None) for id in body.ids]
@@ -503,9 +593,9 @@ class Handlers:
         keys: list[bytes] = []
         sizes: list[int] = []
         finished, after, limit = 0, body.after, min(body.limit, self.limits.scan_keys_max)
-        status = Status.OK if self.may_serve(now) else Status.STALLED
+        status = Status.OK
         for bucket in body.buckets:
-            status = status or self._bucket_status(bucket)
+            status = self._bucket_status(bucket, now)
             if status or len(keys) >= limit:
                 break
             page, more = self.store.scan(bucket, after, body.prefix, limit - len(keys), now)
@@ -518,53 +608,106 @@ class Handlers:
 
     def _delete_range(
         self, session: Session, body: wire.DeleteRange, frames: Frames, now: int
-    ) -> Response:
+    ) -> Response | Deferred:
         count, finished, limit = 0, 0, min(body.limit, self.limits.scan_keys_max)
-        status = Status.OK if self.may_serve(now) else Status.STALLED
+        status = Status.OK
+
+        def told(outcome: Outcome) -> Response:
+            ended = Status(outcome.statuses[0]) or status
+            return Kind.DELETED, wire.Deleted(count, finished, ended), ()
+
+        outcome = Outcome(1, told)
         for bucket in body.buckets:
-            status = status or self._bucket_status(bucket)
+            status = self._bucket_status(bucket, now)
             if status or count >= limit:
                 break
-            deleted, more = self.store.delete_range(bucket, body.prefix, limit - count, now)
+            deleted, more, status = self.journal.delete_range(
+                bucket, body.prefix, limit - count, outcome, now
+            )
             count += deleted
-            if more:
+            if more or status:
                 break
             finished += 1
-        return Kind.DELETED, wire.Deleted(count, finished, status), ()
+        result: Response | Deferred = outcome.result
+        return result
 
     # -- pins and expiry
 
-    def _pin(self, session: Session, body: wire.Pin, frames: Frames, now: int) -> Response:
+    def _pin(
+        self, session: Session, body: wire.Pin, frames: Frames, now: int
+    ) -> Response | Deferred:
         until = now + body.ttl_ms * MILLISECOND_NS
 
         def pin(item: Object) -> Status:
             return self.sessions.pins.pin(session.owner, item, until)
 
-        return self._on_found(body.keys, now, pin)
+        return self._repin(session, body.keys, body.ttl_ms, now, pin)
 
-    def _unpin(self, session: Session, body: wire.Unpin, frames: Frames, now: int) -> Response:
+    def _unpin(
+        self, session: Session, body: wire.Unpin, frames: Frames, now: int
+    ) -> Response | Deferred:
         def unpin(item: Object) -> Status:
             self.sessions.pins.unpin(session.owner, item.key)
             return self.store.set_pin(item, Pin.NONE)
 
-        return self._on_found(body.keys, now, unpin)
+        return self._repin(session, body.keys, 0, now, unpin)
 
-    def _on_found(
-        self, keys: Sequence[bytes], now: int, act: Callable[[Object], Status]
-    ) -> Response:
-        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
-            found = [self.store.find(b, k, now) for b, k in zip(buckets, keys, strict=True)]
-            return [Status.MISS if item is None else act(item) for item in found]
+    def _repin(
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        ttl_ms: int,
+        now: int,
+        act: Callable[[Object], Status],
+    ) -> Response | Deferred:
+        """Pin or unpin what is here, and tell the copies."""
 
-        return self._each(keys, now, run)
+        def repin(
+            buckets: Sequence[int], keys: Sequence[bytes], at: Sequence[int], outcome: Outcome
+        ) -> None:
+            for i, bucket, key in zip(at, buckets, keys, strict=True):
+                item = self.store.find(bucket, key, now)
+                status = Status.MISS if item is None else act(item)
+                outcome.statuses[i] = status
+                if not status:
+                    self.journal.pin(session.owner, bucket, key, ttl_ms, outcome, i)
 
-    def _expire(self, session: Session, body: wire.Expire, frames: Frames, now: int) -> Response:
-        ttl = body.ttl_ms * MILLISECOND_NS
-        return self._each(
+        return self._change(keys, now, repin)
+
+    def _expire(
+        self, session: Session, body: wire.Expire, frames: Frames, now: int
+    ) -> Response | Deferred:
+        return self._change(
             body.keys,
             now,
-            lambda _, buckets, keys: self.store.expire_batch(buckets, keys, ttl, now),
+            lambda buckets, keys, at, outcome: self.journal.expire(
+                buckets, keys, body.ttl_ms, at, outcome, now
+            ),
         )
+
+    # -- operations of buckets whose primary is elsewhere
+
+    def _replicate(
+        self, session: Session, body: wire.Replicate, frames: Frames, now: int
+    ) -> Response:
+        arriving = Arriving(self, session, body, now)
+        sizes = [len(view) for view in arriving.views]
+        for view, value in zip(arriving.views, wire.gathered(frames, sizes), strict=True):
+            at = 0
+            for part in value if isinstance(value, tuple) else (value,):
+                view[at : at + len(part)] = part
+                at += len(part)
+        return arriving.finish(now)
+
+    def begin_replicate(
+        self, session: Session, body: wire.Replicate, size: int, now: int
+    ) -> Arriving | None:
+        """Operations whose values have yet to come: where they go in the arena."""
+        session.last_seen = now
+        if session.member is None or sum(_put_sizes(body)) != size:
+            return None
+        self.requests[Kind.REPLICATE] = self.requests.get(Kind.REPLICATE, 0) + 1
+        return Arriving(self, session, body, now)
 
 
 class Filling:
@@ -574,7 +717,7 @@ class Filling:
     the bucket leaves meanwhile.
     """
 
-    __slots__ = ("_handlers", "_items", "_made", "_request", "_session", "views")
+    __slots__ = ("_handlers", "_items", "_made", "_request", "_required", "_session", "views")
 
     def __init__(
         self,
@@ -589,6 +732,7 @@ class Filling:
         self._request = request
         self._made = made
         self._items = [item for item in made if isinstance(item, Object)]
+        self._required = max((i.options.min_replicas for i in self._items), default=1)
         handlers.store.acquire_batch(self._items)
         arena = handlers.store.arena.view
         self.views = [
@@ -598,7 +742,7 @@ class Filling:
             for item, size in zip(made, sizes, strict=True)
         ]
 
-    def finish(self, now: int) -> Response:
+    def finish(self, now: int) -> Response | Deferred:
         """All bytes are there."""
         self._session.last_seen = now
         known = self._session.answers.get(self._request)
@@ -606,10 +750,8 @@ class Filling:
             self.abort()
             return known
         self.views = []
-        committed = iter(self._handlers.finish_put(self._items, now))
+        response = self._handlers.finish_put(self._made, self._required, now)
         self._handlers.store.release_batch(self._items)
-        statuses = [next(committed) if isinstance(m, Object) else m for m in self._made]
-        response = _statuses(statuses)
         self._session.remember(self._request, response)
         return response
 
@@ -618,6 +760,58 @@ class Filling:
         self.views = []
         self._handlers.store.abort_batch(self._items)
         self._handlers.store.release_batch(self._items)
+
+
+class Arriving:
+    """Operations from a primary whose values are arriving; as Filling."""
+
+    __slots__ = ("_body", "_handlers", "_items", "_session", "_staged", "views")
+
+    def __init__(
+        self, handlers: Handlers, session: Session, body: wire.Replicate, now: int
+    ) -> None:
+        if session.member is None:
+            raise ProtocolError("only nodes replicate")
+        if sum(_put_sizes(body)) > handlers.limits.message_bytes_max:
+            raise ProtocolError("values over message_bytes_max")
+        self._handlers = handlers
+        self._session = session
+        self._body = body
+        ops = [op for prepare in body.prepares for op in prepare.ops]
+        buckets = [prepare.bucket for prepare in body.prepares for _ in prepare.ops]
+        self._staged = handlers.journal.stage(buckets, ops, now)
+        self._items = [item for item in self._staged if item is not None]
+        handlers.store.acquire_batch(self._items)
+        arena = handlers.store.arena.view
+        self.views = [
+            memoryview(bytearray(op.size))
+            if item is None
+            else arena[item.offset : item.offset + item.size]
+            for op, item in zip(ops, self._staged, strict=True)
+            if op.kind == OpKind.PUT
+        ]
+
+    def finish(self, now: int) -> Response:
+        """All bytes are there."""
+        self.views = []
+        handlers, member = self._handlers, self._session.member
+        assert member is not None
+        staged = iter(self._staged)
+        values = [[next(staged) for _ in prepare.ops] for prepare in self._body.prepares]
+        handlers.journal.give_up_unstaged(self._body.prepares, values)
+        acks = handlers.replicas.take_prepares(member, self._body.prepares, values, now)
+        handlers.store.release_batch(self._items)
+        return Kind.REPLICATED, wire.Replicated(acks), ()
+
+    def abort(self) -> None:
+        """They will not come."""
+        self.views = []
+        self._handlers.store.abort_batch(self._items)
+        self._handlers.store.release_batch(self._items)
+
+
+def _put_sizes(body: wire.Replicate) -> list[int]:
+    return [op.size for p in body.prepares for op in p.ops if op.kind == OpKind.PUT]
 
 
 def _with_gaps(starts: Sequence[int], items: Sequence[Object | None]) -> list[int]:
@@ -632,6 +826,16 @@ def _with_gaps(starts: Sequence[int], items: Sequence[Object | None]) -> list[in
 
 _THERE = bytes([Status.MISS, Status.OK]) + bytes(range(2, 256))
 """Turns False and True into MISS and OK."""
+
+
+def _told(outcome: Outcome) -> Response:
+    """The answer to a write."""
+    statuses, copies = outcome.statuses, outcome.copies
+    several = any(n > 1 for n in copies)
+    body = wire.Statuses(
+        bytes(statuses) if any(statuses) else b"", bytes(copies) if several else b""
+    )
+    return Kind.STATUSES, body, ()
 
 
 def _statuses(statuses: Sequence[int]) -> Response:

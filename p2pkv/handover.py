@@ -1,22 +1,20 @@
-"""Moving a bucket from its owner to the next one, while it is being used. Pure.
+"""Copying a bucket from its primary to a learner, while it is being used. Pure.
 
-The owner sends all objects, then those that changed meanwhile, until little is left; then it stops
-serving the bucket (requests are told to ask again in a moment), sends the rest, and changes the
-bucket's record in etcd. Only after that record is written does the new owner serve; only before
-it is proposed does the old one. If anything fails before the proposal, the old owner goes on.
+The primary sends all objects, then those that changed meanwhile, until little is left. Then it
+*cuts*: from now on nothing is committed without the learner, so the rest that it sends is exactly
+what the bucket holds as of one operation, and everything behind that comes as PREPAREs.
 
-    owner                                   next owner
-      | SNAPSHOT(nonce, seq 0..)  ------------> |  learner: stores, serves nothing
+    primary                                 learner
+      | SNAPSHOT(nonce, seq 0..)  ------------> |  stores, serves nothing
       | <------------------------ SNAPSHOT_ACK  |
-      |  (stops serving)                        |
-      | SNAPSHOT(last) -----------------------> |
+      |  (cut: the learner must acknowledge)    |
+      | SNAPSHOT(last, base) -----------------> |  takes PREPAREs from base + 1 on
       | <------------------------ SNAPSHOT_ACK  |
-      |  etcd: epoch + 1, primary = next owner  |
-      |  (drops its copy)                       |  sees the record: serves
+      |  etcd: the learner is in sync, or the next primary
 
-``nonce`` names one attempt and rises with each of an owner. A learner that sees a higher one starts
-over, and takes no piece of an older one any more; within one, pieces come in the order of ``seq``,
-each exactly once (a repeat is acknowledged again, a gap ends the attempt).
+``nonce`` names one attempt and rises with each of a primary. A learner that sees a higher one
+starts over, and takes no piece of an older one any more; within one, pieces come in the order of
+``seq``, each exactly once (a repeat is acknowledged again, a gap ends the attempt).
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from p2pkv import wire
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS, Clock
 from p2pkv.errors import ProtocolError
 from p2pkv.objects import Bucket, Object, Pin, State
-from p2pkv.records import BucketChange, BucketRecord, Versioned
+from p2pkv.replicated import Session
 from p2pkv.routing import Effect, Exchange, Operation, Pause, Reply, Request
-from p2pkv.types import BucketId, Epoch, Member
+from p2pkv.types import BucketId, Member
 from p2pkv.wire import Entry, Kind, PutOptions, Snapshot, Status
 
 if TYPE_CHECKING:
@@ -41,78 +39,57 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2 << 20
 PIECE_KEYS = 4096
 PASSES_MAX = 8
-"""Rounds over what changed meanwhile, before the bucket is stopped whatever is left."""
+"""Rounds over what changed meanwhile, before the cut comes whatever is left."""
 REST_BYTES = 4 << 20
-"""So little is left that sending it while the bucket is stopped is not felt."""
+"""So little is left that sending it while commits wait is not felt."""
 ACK_TIMEOUT_NS = 5 * SECOND_NS
 
 _WRITE_ONCE, _SOFT, _HARD = 1, 2, 4
 
 
 class Failed(Exception):
-    """The attempt ended; the owner goes on serving."""
+    """The attempt ended; the primary goes on without the learner."""
 
 
 class NotYet(Failed):
-    """The next owner has not seen yet that it is to be that; it will in a moment."""
+    """The learner has not seen the newest record yet; it will in a moment."""
 
 
-class Stop(msgspec.Struct, frozen=True):
-    """Effect: stop serving the bucket, or serve it again."""
-
-    stopped: bool
-
-
-class Propose(msgspec.Struct, frozen=True):
-    """Effect: change the record. Answer: whether it is now ours; waits until that is definite."""
-
-    change: BucketChange
-
-
-def change_of(bucket: BucketId, current: Versioned, target: Member) -> BucketChange:
-    """The record that makes ``target`` the owner."""
-    old = current.record
-    record = BucketRecord(
-        epoch=Epoch(old.epoch + 1),
-        generation=old.generation,
-        primary=target,
-        in_sync=(target,),
-        assigned=old.assigned,
-    )
-    return BucketChange(bucket, current.mod_revision, record)
+class Cut(msgspec.Struct, frozen=True):
+    """Effect: from now on nothing is committed without the learner. Answer: the operation up to
+    which everything is committed, or None if the copy is not wanted any more."""
 
 
 class Outgoing:
-    """One attempt to hand a bucket over; ``run`` is the generator that does it."""
+    """One attempt to copy a bucket; ``run`` is the generator that does it."""
 
     def __init__(
         self,
         store: Store,
         bucket: Bucket,
-        current: Versioned,
         target: Member,
-        nonce: int,
+        session: Session,
         bytes_per_s: int,
         piece_bytes: int = PIECE_BYTES,
         piece_keys: int = PIECE_KEYS,
     ) -> None:
         self.bucket = bucket
         self.target = target
-        self.current = current
+        self.session = session
         self.total = len(bucket.objects)
         self.sent_keys = 0
         self.sent_bytes = 0
         self.dropped = 0
         self._store = store
-        self._nonce = nonce
+        self._base = 0
         self._rate = bytes_per_s
         self._piece_bytes = piece_bytes
         self._piece_keys = piece_keys
         self._seq = 0
         self._dirty: dict[bytes, None] = {}
 
-    def run(self, clock: Clock) -> Generator[Effect | Stop | Propose, Any, bool]:
-        """Move it. True: it is handed over. Raises Failed when the owner is to go on."""
+    def run(self, clock: Clock) -> Generator[Effect | Cut, Any, None]:
+        """Copy it. Raises Failed when the learner has not got everything."""
         bucket = self.bucket
         bucket.dirty = self._dirty = dict.fromkeys(bucket.objects)
         try:
@@ -120,17 +97,14 @@ class Outgoing:
             while self._left_bytes() > REST_BYTES and passes < PASSES_MAX:
                 yield from self._send(clock, list(self._dirty), throttled=True)
                 passes += 1
-            yield Stop(True)
-            try:
-                yield from self._send(clock, list(self._dirty), throttled=False, last=True)
-            except Failed:
-                yield Stop(False)
-                raise
-            change = change_of(bucket.id, self.current, self.target)
-            moved: bool = yield Propose(change)
-            return moved
+            base = yield Cut()
+            if base is None:
+                raise Failed("the copy is not wanted any more")
+            self._base = base
+            yield from self._send(clock, list(self._dirty), throttled=False, last=True)
         finally:
-            bucket.dirty = None
+            if bucket.dirty is self._dirty:
+                bucket.dirty = None
 
     def _left_bytes(self) -> int:
         objects = self.bucket.objects
@@ -203,8 +177,9 @@ class Outgoing:
         last: bool,
     ) -> Operation[None]:
         began = clock()
+        session = self.session
         body = Snapshot(
-            self.bucket.id, self.current.record.epoch, self._nonce, self._seq, entries, last
+            self.bucket.id, session.epoch, session.nonce, self._seq, entries, last, self._base
         )
         request = Request(self.target, Kind.SNAPSHOT, body, [payload] if payload else [])
         answers = yield Exchange((request,), began + ACK_TIMEOUT_NS)
@@ -224,7 +199,7 @@ class Outgoing:
         ack: wire.SnapshotAck = answer.body
         if ack.status in (Status.MOVING, Status.NOT_PRIMARY) and self._seq == 0:
             raise NotYet(f"{self.target} does not know of it yet")
-        if ack.status or ack.nonce != self._nonce or ack.seq != self._seq:
+        if ack.status or ack.nonce != self.session.nonce or ack.seq != self._seq:
             raise Failed(f"{self.target} answered status {ack.status} to piece {self._seq}")
         self.dropped += ack.dropped
 
@@ -242,25 +217,18 @@ def _entry(key: bytes, item: Object | None, now: int) -> Entry:
 
 
 class Incoming:
-    """A bucket that this node is learning from its owner."""
+    """A bucket that this node, which has opened it, is learning from its primary."""
 
-    def __init__(
-        self, store: Store, bucket: BucketId, source: Member, nonce: int, record: BucketRecord
-    ) -> None:
+    def __init__(self, store: Store, bucket: BucketId, source: Member, session: Session) -> None:
         self.bucket = bucket
         self.source = source
-        self.record = record
-        """Of its owner, as this attempt began."""
-        self.nonce = nonce
+        self.session = session
         self.complete = False
         self.dropped = 0
         self._store = store
         self._next = 0
         self._large: Object | None = None
         self._filled = 0
-        if bucket in store.buckets:
-            store.drop_bucket(bucket)
-        store.open_bucket(bucket)
 
     def take(self, body: Snapshot, frames: Sequence[wire.Buffer], now: int) -> Status:
         """Store one piece. OK (also for a repeat) or CONFLICT. Raises ProtocolError."""
@@ -321,17 +289,6 @@ class Incoming:
             ttl = entry.ttl_ms * MILLISECOND_NS  # as it is now, at the end of the transfer
             self._store.expire_batch([self.bucket], [entry.key], ttl, now)
             self._large = None
-
-    def leads_to(self, record: BucketRecord) -> bool:
-        """Whether what was learned is all that the bucket had when ``record`` was written.
-
-        It is not, if the bucket was started anew meanwhile.
-        """
-        old = self.record
-        return self.complete and (record.epoch, record.generation) == (
-            old.epoch + 1,
-            old.generation,
-        )
 
     def give_up_large(self) -> None:
         if self._large is not None:

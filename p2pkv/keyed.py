@@ -6,9 +6,10 @@ Rules of retrying, for each request that got no answer:
 * A write is sent again *as the same request* to the same member: the member keeps its recent
   answers and does not run it twice. If it no longer keeps them, or has begun the session anew, the
   outcome is Indeterminate.
-* When that member has left the ring, the write may be sent to the next owner only if the bucket
-  was started anew since the last attempt (its generation rose, so that whatever an attempt did is
-  gone); else its outcome is Indeterminate.
+* When that member has left the ring, or cannot be reached and the bucket has another owner, the
+  write may be sent to that owner only if running twice does no harm (``repeatable``), or if the
+  bucket was started anew since the last attempt (its generation rose, so that whatever an attempt
+  did is gone); else its outcome is Indeterminate.
 * An answer that makes no sense is an error for its keys, and no reason to ask again; for a write
   the outcome is Indeterminate.
 * Everything ends at the deadline, and waits between rounds with jitter. A round that made progress
@@ -47,6 +48,9 @@ from p2pkv.routing import (
 from p2pkv.types import Member
 from p2pkv.wire import Fault, Kind, Status
 
+LOSSES_MAX = 2
+"""A member to which so many connections in a row broke is taken for gone, if the ring agrees."""
+
 
 class Keyed:
     """A batch of one kind over keys: how it is asked, and how an answer is taken in.
@@ -56,6 +60,10 @@ class Keyed:
 
     kind: Kind
     mutating = False
+    any_copy = False
+    """Whether a backup may be asked when the owner does not answer."""
+    repeatable = False
+    """Whether running it twice does no harm, whatever happens between."""
     bound = False
     """Whether it can only go to one member; where it would go to another it ends with CONFLICT."""
     sizes: Sequence[int] | None = None
@@ -96,12 +104,14 @@ class Keyed:
 class _Sent:
     """A request under way: the items it carries and the generations of their buckets."""
 
-    __slots__ = ("generations", "items", "request", "unsure")
+    __slots__ = ("generations", "items", "losses", "request", "unsure")
 
     def __init__(self, request: Request, items: Sequence[int], generations: list[int]) -> None:
         self.request = request
         self.items = items
         self.generations = generations
+        self.losses = 0
+        """How often in a row it got no answer."""
         self.unsure = False
         """Whether an earlier attempt may have run."""
 
@@ -111,6 +121,8 @@ def keyed(ctx: Context, op: Keyed) -> Operation[None]:
     table = ctx.router.table
     if table is None or ctx.router.silent:
         table = yield from ctx.table()
+    if not op.mutating:
+        ctx.hurry()
     run = _Run(op, ctx.limits)
     while True:
         sent = run.requests(table)
@@ -120,7 +132,7 @@ def keyed(ctx: Context, op: Keyed) -> Operation[None]:
         run.take(sent, answers)
         if not (run.pending or run.unanswered):
             return
-        if run.disturbed:
+        if run.disturbed and not run.may_ask_copies(table):
             yield from ctx.backoff()
             try:
                 yield from ctx.refresh(_who_answered(sent, answers))
@@ -148,13 +160,22 @@ class _Run:
         self.unanswered: list[_Sent] = []
         self.disturbed = False
         self.why: dict[int, str] = {}
+        self.lost: set[Peer] = set()
+        """Who gave no answer to a read."""
+        self.freshly_lost = False
 
     def requests(self, table: Table) -> list[_Sent]:
         """One request per owner (several where a message's limits ask for it), and the repeats."""
         op, sent = self.op, self.unanswered
         self.pending = sorted(self.pending)  # so that as many items as keys are all in order
         homeless: Sequence[int] = ()
-        for owner, items in table.split(op.buckets, self.pending).items():
+        around = op.any_copy and self.lost and table.backups
+        groups = (
+            table.split_around(op.buckets, self.pending, self.lost)
+            if around
+            else table.split(op.buckets, self.pending)
+        )
+        for owner, items in groups.items():
             if owner < 0:
                 homeless = items
                 self.why.update(dict.fromkeys(items, "no owner"))
@@ -168,6 +189,11 @@ class _Run:
     def _generations(self, table: Table, items: Sequence[int]) -> list[int]:
         buckets = self.op.buckets
         return [table.generations[buckets[i]] for i in items]
+
+    def may_ask_copies(self, table: Table) -> bool:
+        """Whether somebody was lost just now whose copies can be asked at once."""
+        fresh, self.freshly_lost = self.freshly_lost, False
+        return fresh and self.op.any_copy and bool(table.backups)
 
     def take(self, sent: Sequence[_Sent], answers: Sequence[Answer]) -> None:
         for one, answer in zip(sent, answers, strict=True):
@@ -187,8 +213,11 @@ class _Run:
         self.disturbed = True
         if self.op.mutating and (one.unsure or one.request.sent):
             one.unsure = True
+            one.losses += 0 if answer.deadline else 1
             self.unanswered.append(one)
         else:
+            self.freshly_lost |= one.request.to not in self.lost
+            self.lost.add(one.request.to)
             self._again(one.items, reason_of(answer))
 
     def _again(self, items: Iterable[int], reason: str) -> None:
@@ -238,20 +267,27 @@ class _Run:
                 self.op.settle(i, status)
 
     def reconsider(self, table: Table) -> None:
-        """Writes without an answer whose member has left the ring; see the module's rules."""
+        """Writes without an answer that their member will not give; see the module's rules."""
         still: list[_Sent] = []
         for one in self.unanswered:
-            if one.request.to in table.endpoints:
+            if one.request.to in table.endpoints and not self._replaced(one, table):
                 one.generations = self._generations(table, one.items)
                 still.append(one)
                 continue
             now = self._generations(table, one.items)
             for i, before, after in zip(one.items, one.generations, now, strict=True):
-                if after > before:
+                if after > before or self.op.repeatable:
                     self._again((i,), "its owner left")
                 else:
                     self._fail((i,), f"{one.request.to} left without an answer")
         self.unanswered = still
+
+    def _replaced(self, one: _Sent, table: Table) -> bool:
+        """Whether its member cannot be reached and is the owner of none of its buckets."""
+        if one.losses < LOSSES_MAX:
+            return False
+        buckets = self.op.buckets
+        return all(table.owner(buckets[i]) != one.request.to for i in one.items)
 
     def give_up(self) -> None:
         """The deadline has passed."""

@@ -31,15 +31,21 @@ from p2pkv.errors import AuthorityUnavailable, Conflict, P2PKVError, ProtocolErr
 from p2pkv.gossip import Gossip
 from p2pkv.handlers import Handlers
 from p2pkv.hostlock import HostLock
+from p2pkv.journal import Journal
+from p2pkv.learning import Learning
 from p2pkv.membership import Contacts, Heartbeat
 from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
 from p2pkv.payload import FRAMES, STREAM
 from p2pkv.planner import Planner, holders, registered
 from p2pkv.records import BucketChange, Meta, NodeRecord
+from p2pkv.replicas import Pace, Replicas
+from p2pkv.replication import Settings, Timing
+from p2pkv.replicator import Replicator
 from p2pkv.routing import Reply, Request, Router
-from p2pkv.sessions import Response, Session, Sessions
+from p2pkv.sessions import Deferred, Response, Session, Sessions
 from p2pkv.store import Store
+from p2pkv.talker import Talker
 from p2pkv.transport import ServerSocket, endpoint_of, new_client_id, new_session
 from p2pkv.types import Member, NodeId
 from p2pkv.wire import Fault, Kind
@@ -145,6 +151,8 @@ class Node:
                 Meta(
                     bucket_count=config.bucket_count,
                     hash_scheme=ring.HASH_SCHEME,
+                    replication_factor=config.replication_factor,
+                    min_in_sync=config.min_in_sync,
                     fingerprint=secrets.token_hex(8),
                 )
             )
@@ -180,13 +188,16 @@ class Node:
         )
         context: zmq.Context[Any] = zmq.Context()
         server = ServerSocket(context, config.limits, self._on_message)
-        gossip = Gossip(context, config.limits, meta.fingerprint.encode(), self._on_heartbeat)
+        token = meta.fingerprint.encode()
+        gossip = Gossip(context, config.limits, token, self._on_heartbeat)
+        talker = Talker(context, config.limits, token, lambda talk: self._replicator.on_talk(talk))
         self._data = DataServer(
             config.limits, self, clock.seconds(config.read_deadline_s), 2 * config.sessions_max
         )
         try:
             port = server.bind(config.bind, config.control_port)
             gossip_port = gossip.bind(config.bind)
+            talk_port = talker.bind(config.bind)
             self._data_endpoint = endpoint_of(config.advertised, self._data.bind(config.bind))
             self.endpoint = endpoint_of(config.advertised, port)
             record = NodeRecord(
@@ -194,6 +205,7 @@ class Node:
                 control=(self.endpoint,),
                 gossip=(endpoint_of(config.advertised, gossip_port),),
                 data=(self._data_endpoint,),
+                replication=(endpoint_of(config.advertised, talk_port),),
                 weight=config.weight,
                 host=config.host,
                 zone=config.zone,
@@ -203,7 +215,7 @@ class Node:
             try:
                 self.member = member = Member(NodeId(config.node_id), boot)
                 view = await authority.load()
-                self._compose(member, meta, store, context, server, gossip, view)
+                self._compose(member, meta, store, context, server, gossip, talker, view)
                 try:
                     await self._serve(authority)
                 finally:
@@ -215,16 +227,18 @@ class Node:
             self._data.close()
             server.close()
             gossip.close()
+            talker.close()
             context.term()
 
     def _compose(self, member: Member, meta: Meta, store: Store, context: zmq.Context[Any],
-                 server: ServerSocket, gossip: Gossip, view: Any) -> None:  # fmt: skip
+                 server: ServerSocket, gossip: Gossip, talker: Talker,
+                 view: Any) -> None:  # fmt: skip
         config, limits = self.config, self.config.limits
-        self._store, self._server, self._gossip = store, server, gossip
+        self._store, self._server, self._gossip, self._talker = store, server, gossip, talker
         self._zmq = context
         self._lending = Lending()
         self._contacts = Contacts(config, member)
-        self._ownership = Ownership(member, store, view, meta.fingerprint)
+        self._ownership = Ownership(member, view, meta.fingerprint)
         self._router = Router()
         self._sessions = Sessions(
             store,
@@ -234,16 +248,28 @@ class Node:
             sessions_max=config.sessions_max,
             answers_max=2 * limits.inflight_max,
         )
+        journal = Journal(store, self._sessions, clock.monotonic)
+        journal.replicas = self._replicas = Replicas(
+            Settings(
+                me=member,
+                min_in_sync=meta.min_in_sync,
+                timing=Timing(slow_ns=clock.seconds(config.slow_s)),
+            ),
+            Pace(beacon_ns=clock.seconds(config.beacon_s), copies_max=config.moves_max),
+            clock.seconds(config.lease_s),
+            journal,
+            self._ownership.member_of,
+            self._may_serve,
+        )
+        self._learning = Learning(store, self._replicas)
         self._handlers = Handlers(
-            member, store, self._sessions, limits, meta.bucket_count, self._may_serve,
+            member, journal, limits, meta.bucket_count, self._may_serve,
             {
                 Kind.ROUTES: self._on_routes,
                 Kind.STATS: self._on_stats,
                 Kind.SNAPSHOT: self._on_snapshot,
             },
         )  # fmt: skip
-        self._handlers.primary = self._ownership.served
-        self._handlers.moving = self._ownership.moving
         self._own_session = self._sessions.begin(
             new_session(new_client_id(b"l")), member, clock.monotonic()
         )
@@ -253,14 +279,17 @@ class Node:
         self._driver = AsyncDriver(
             self._client_config, self._router, context, member, self._local, lambda _: []
         )
-        self._mover = Mover(
-            config, store, self._ownership, self._driver, self._authority_of(), self._random
-        )
+        self._mover = Mover(config, store, self._replicas, self._driver, self._random)
+        self._replicator = Replicator(
+            config, journal, self._learning, self._ownership, self._driver, talker, self._mover,
+            self._authority_of(), self._random,
+        )  # fmt: skip
         self._planner = Planner()
         self._plan_wanted = asyncio.Event()
         self._ownership.on_change = self._on_ring_change
+        self._ownership.on_news = lambda news: self._replicas.adopt(news, clock.monotonic())
         self._register_contacts(gap=True)
-        self._on_ring_change()
+        self._ownership.begin()
 
     async def _serve(self, authority: Authority) -> None:
         """Run all tasks until ``stop``, or until one of them fails."""
@@ -268,11 +297,12 @@ class Node:
         self._server.start()
         self._data.start()
         self._gossip.start()
+        self._talker.start()
         assert self._ready is not None
         async with asyncio.TaskGroup() as group:
             jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
                 self._follow, self._beat, self._keep_house, self._plan, self._affirm,
-                self._mover.run,
+                self._replicator.run,
             ]  # fmt: skip
             tasks = [group.create_task(job(), name=job.__qualname__) for job in jobs]
             if not self._ready.done():
@@ -348,8 +378,7 @@ class Node:
                 except AuthorityUnavailable:
                     await asyncio.sleep(self._random.uniform(0.1, 0.2))
                     continue
-                for outcome in outcomes:
-                    self._ownership.take_record(outcome.bucket, outcome.current)
+                self._ownership.take_records((o.bucket, o.current) for o in outcomes)
                 unknown = {o.bucket for o in outcomes if o.unknown}
                 changes = [c for c in changes if c.bucket in unknown]
             if not self._renewed.is_set():
@@ -364,15 +393,15 @@ class Node:
     async def _propose(self, changes: list[BucketChange]) -> None:
         if not changes:
             return
-        for outcome in await self._authority_of().update_buckets(changes):
-            self._ownership.take_record(outcome.bucket, outcome.current)
+        outcomes = await self._authority_of().update_buckets(changes)
+        self._ownership.take_records((o.bucket, o.current) for o in outcomes)
 
     # -- events
 
     def _on_ring_change(self) -> None:
         self._router.install(self._ownership.table())
         self._plan_wanted.set()
-        self._mover.wake()
+        self._replicator.wake()
 
     def _register_contacts(self, gap: bool) -> None:
         view = self._ownership.view
@@ -380,6 +409,9 @@ class Node:
         self._contacts.register(members, view.revision, gap)
         addresses = {m: self._ownership.address_of(m) for m in self._contacts.peers()}
         self._gossip.connect({m: r.gossip[0] for m, r in addresses.items() if r and r.gossip})
+        self._talker.connect(
+            {m: r.replication[0] for m, r in addresses.items() if r and r.replication}
+        )
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         self._contacts.heard(heartbeat, clock.monotonic())
@@ -399,6 +431,7 @@ class Node:
         except ProtocolError as e:
             self._on_garbage(session_id, frames[0], e)
             return
+        response: Response | Deferred
         session = self._sessions.get(session_id)
         if head.kind == Kind.HELLO:
             response = self._greet(session_id, head.body, now)
@@ -410,14 +443,23 @@ class Node:
             response = self._handlers.refuse(Fault.NO_SESSION, "no session; say HELLO first")
         else:
             response = self._handle(session, head.kind, head.request, head.body, frames[1:], now)
+        if isinstance(response, Deferred):
+            response.then(lambda answer: self._answer(session_id, head.request, answer))
+        else:
+            self._answer(session_id, head.request, response)
+
+    def _answer(self, session_id: bytes, request: int, response: Response) -> None:
         kind, body, payload = response
-        frame = wire.encode(Kind(kind), head.request, int(self._ownership.revision), body)
+        frame = wire.encode(Kind(kind), request, int(self._ownership.revision), body)
         self._server.send(session_id, frame, payload)
 
     def _handle(self, session: Session, kind: int, request: int, body: Any,
-                frames: Sequence[wire.Buffer], now: int) -> Response:  # fmt: skip
+                frames: Sequence[wire.Buffer], now: int) -> Response | Deferred:  # fmt: skip
         try:
-            return self._handlers.handle(session, kind, request, body, frames, now)
+            response = self._handlers.handle(session, kind, request, body, frames, now)
+            if self._replicas.has_unsent:
+                self._replicator.wake()
+            return response
         except Exception:
             log.exception("a request of kind %s failed", Kind(kind).name)
             return self._handlers.refuse(
@@ -473,11 +515,14 @@ class Node:
 
     def begin(self, session_id: bytes, head: wire.Head, payload_bytes: int) -> FillingLike | None:
         session = self._sessions.get(session_id)
-        if session is None or head.kind != Kind.PUT:
+        if session is None:
             return None
-        return self._handlers.begin_put(
-            session, head.request, head.body, payload_bytes, clock.monotonic()
-        )
+        now = clock.monotonic()
+        if head.kind == Kind.PUT:
+            return self._handlers.begin_put(session, head.request, head.body, payload_bytes, now)
+        if head.kind == Kind.REPLICATE:
+            return self._handlers.begin_replicate(session, head.body, payload_bytes, now)
+        return None
 
     def unshare(self, shared: dict[int, Any]) -> None:
         self._handlers.unshare_all(shared)
@@ -488,7 +533,7 @@ class Node:
         head: wire.Head,
         frames: Sequence[wire.Buffer],
         shared: dict[int, Any],
-    ) -> Response:
+    ) -> Response | Deferred:
         session = self._sessions.get(session_id)
         if session is None:
             return self._handlers.refuse(Fault.NO_SESSION, "no session; say HELLO first")
@@ -503,14 +548,21 @@ class Node:
     def revision(self) -> int:
         return int(self._ownership.revision)
 
-    def _local(self, request: Request) -> Reply:
+    def _local(self, request: Request, answer: Callable[[Reply], None]) -> None:
         """A request of this process to its own node."""
         assert self._own_session is not None
         now = clock.monotonic()
-        kind, body, payload = self._handle(
+        response = self._handle(
             self._own_session, request.kind, 0, request.body, list(request.payload), now
         )
         self._own_session.answers.clear()
+        if isinstance(response, Deferred):
+            response.then(lambda late: answer(self._reply(late)))
+        else:
+            answer(self._reply(response))
+
+    def _reply(self, response: Response) -> Reply:
+        kind, body, payload = response
         frames = [self._lending.lend(p) if isinstance(p, Run) else p for p in payload]
         return Reply(kind, body, frames, int(self._ownership.revision))
 
@@ -525,7 +577,7 @@ class Node:
     def _on_snapshot(
         self, session: Session, body: wire.Snapshot, frames: Any, now: int
     ) -> Response:
-        ack = self._ownership.take_snapshot(body, session.member, frames, now)
+        ack = self._learning.take(body, session.member, frames, now)
         return Kind.SNAPSHOT_ACK, ack, ()
 
     # -- what others see

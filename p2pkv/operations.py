@@ -59,6 +59,7 @@ class Operations:
         self.copy = copy
         self.router = router or Router()
         self.memory = RegisteredMemory()
+        self.any_copy = config.read == "any"
         self._timeout_ns = nanoseconds("timeout_s", config.timeout_s)
 
     def context(self, timeout: float | None) -> Context:
@@ -87,6 +88,7 @@ class Operations:
         owner = table.owner(ring.bucket_of(key, table.bucket_count)) if table else None
         if owner is None:
             return None
+        ctx.hurry()
         answer = yield from ctx.ask(Request(owner, Kind.GET, wire.Get([key])))
         if isinstance(answer, Reply) and answer.kind == Kind.VALUES:
             body: wire.Values = answer.body
@@ -166,6 +168,7 @@ class Operations:
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, encoded)
         op = GetFresh(encoded, buckets, self.copy, make, self.limits.value_bytes_max)
+        op.any_copy = self.any_copy
         yield from keyed(ctx, op)
         for i in op.large:
             op.results[i] = yield from _caught(
@@ -180,6 +183,7 @@ class Operations:
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, keys)
         op = GetBatch(keys, buckets, self.copy, tell_once=True)
+        op.any_copy = self.any_copy
         yield from self._run_get(ctx, op)
         return op.once, _batch(op.results)
 
@@ -188,6 +192,7 @@ class Operations:
     ) -> Operation[list[Any]]:
         buckets = yield from self._buckets(ctx, keys)
         op = GetBatch(keys, buckets, self.copy, targets)
+        op.any_copy = self.any_copy
         yield from self._run_get(ctx, op)
         return op.results
 
@@ -210,6 +215,7 @@ class Operations:
     ) -> Operation[list[Any]]:
         buckets = yield from self._buckets(ctx, keys)
         op = GetRanges(keys, buckets, self.copy, targets, starts, lengths)
+        op.any_copy = self.any_copy
         yield from keyed(ctx, op)
         for i in op.large:
             target = targets[i] if targets is not None else None

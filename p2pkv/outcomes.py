@@ -26,6 +26,7 @@ _FINAL: dict[int, tuple[type[P2PKVError], str]] = {
     Status.CONFLICT: (errors.Conflict, "is no longer allocated or open"),
     Status.CORRUPT: (errors.CorruptValue, "is corrupt in the store"),
     Status.INVALID: (errors.InvalidArgument, "was refused by its node"),
+    Status.NOT_ENOUGH_REPLICAS: (errors.NotEnoughReplicas, "has fewer copies than asked for"),
     Status.INDETERMINATE: (errors.Indeterminate, "may or may not have been changed"),
 }
 

@@ -42,6 +42,8 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """ZeroMQ endpoints for requests, best first, e.g. ``tcp://10.0.0.7:4711``, ``tcp://[::1]:4711``."""
     gossip: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
+    replication: tuple[str, ...] = ()
+    """Where it takes the small messages of replicas."""
     public_key: str = ""
     weight: float = 1.0
     host: str = ""

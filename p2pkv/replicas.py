@@ -8,6 +8,7 @@ about all buckets leaves together.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol
@@ -48,6 +49,8 @@ from p2pkv.replication import (
 from p2pkv.types import BucketId, Member, NodeId
 from p2pkv.wire import Status
 
+log = logging.getLogger("p2pkv.replicas")
+
 TALK_ITEMS_MAX = 2048
 """Messages about single buckets in one Talk; the rest goes in another."""
 
@@ -62,10 +65,11 @@ class Objects(Protocol):
         """
 
     def discard(self, bucket: BucketId, entry: Entry) -> None:
-        """Free what is staged; who waits is told that the outcome is unknown."""
+        """Free what is staged; who waits is told, as for ``abandon``."""
 
     def abandon(self, bucket: BucketId, entry: Entry) -> None:
-        """Tell who waits that the outcome is unknown. What is staged stays."""
+        """Tell who waits that the outcome is unknown, and clear ``ticket``. What is staged
+        stays."""
 
     def open(self, bucket: BucketId) -> None: ...
 
@@ -112,6 +116,8 @@ class Replicas:
         self.leases = Leases(lease_ns)
         self.served: set[int] = set()
         """Buckets that this node is primary of and may serve, as far as etcd and peers agree."""
+        self.shared: set[int] = set()
+        """Buckets of ours whose writes go through the log, because others must have them too."""
         self.waiting: set[int] = set()
         """Buckets of ours that will be served in a moment, here or elsewhere."""
         self.proposals: list[BucketChange] = []
@@ -136,6 +142,7 @@ class Replicas:
         """By member and bucket what it was told last to be committed."""
         self._heard: dict[Member, int] = {}
         self._claims: dict[Member, dict[int, int]] | None = None
+        self._peers: set[Member] | None = None
         self._beacon_ns = 0
         self._restless: set[int] = set()
         self._copying = 0
@@ -155,6 +162,11 @@ class Replicas:
     def serve_until(self, bucket: int) -> int:
         """Until when this node may answer reads of the bucket, unless it is fenced; 0: not."""
         return self.by_bucket[bucket].serve_until() if bucket in self.served else 0
+
+    def has_rivals(self, bucket: int) -> bool:
+        """Whether other members hold copies that could be promoted."""
+        replica = self.by_bucket.get(bucket)
+        return replica is not None and replica.record is not None and bool(replica.rivals())
 
     def roles(self, bucket: int, now: int) -> Role:
         """What this node is to the bucket, for people to look at."""
@@ -185,16 +197,20 @@ class Replicas:
         """The outcome of a proposal: what stands in etcd after it."""
         replica = self._replica(change.bucket)
         replica.decided(change, current, now)
-        self._follow_up(replica)
+        self._changed(change.bucket)
         self._settle(now)
 
     def _replica(self, bucket: BucketId) -> Replica:
         replica = self.by_bucket.get(bucket)
         if replica is None:
             replica = self.by_bucket[bucket] = Replica(
-                bucket, self._settings, self.leases, self._member_of, self._out
+                bucket, self._settings, self.leases, self._alive, self._out
             )
         return replica
+
+    def _alive(self, node: NodeId) -> Member | None:
+        member = self._member_of(node)
+        return None if member in self.dead else member
 
     def _follow_up(self, replica: Replica) -> None:
         (self._restless.add if replica.restless else self._restless.discard)(replica.bucket)
@@ -211,14 +227,15 @@ class Replicas:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def batches(self, now: int) -> list[Batch]:
-        """What is to be prepared by others and has not been sent; one batch per member and call."""
+    def batches(self, now: int, busy: Collection[Member] = ()) -> list[Batch]:
+        """What is to be prepared by others and has not been sent: one batch for each member that
+        is not ``busy``."""
         full: dict[Member, tuple[list[Prepare], list[Entry], int]] = {}
         left: set[int] = set()
         for bucket in self._unsent:
             replica = self.by_bucket[bucket]
             for member in replica.followers:
-                if self._fill(full, replica, member, now):
+                if member in busy or self._fill(full, replica, member, now):
                     left.add(bucket)
         self._unsent = left
         self._settle(now)
@@ -385,6 +402,7 @@ class Replicas:
         for replica in self.by_bucket.values():
             if replica.synced and not replica.tenure and replica.may_promote(now, self.dead):
                 self.promotions += 1
+                log.info("bucket %d: taking over from %s", replica.bucket, replica.record.primary)
                 replica.promote()
 
     def _start_copies(self, now: int) -> None:
@@ -427,6 +445,23 @@ class Replicas:
         self._settle(now)
 
     # -- members
+
+    def silent(self, now: int, limit_ns: int) -> list[Member]:
+        """Members that matter to us and were not heard of for so long."""
+        heard = self._heard
+        return [
+            m for m in self._all_peers() if now - heard.get(m, 0) > limit_ns and m not in self.dead
+        ]
+
+    def _all_peers(self) -> set[Member]:
+        """Those who follow us, and the primaries that we follow."""
+        if self._claims is None or self._peers is None:
+            self._peers = set(self._all_claims())
+            for replica in self.by_bucket.values():
+                if replica.synced and not replica.tenure and replica.record is not None:
+                    self._peers.add(replica.record.primary)
+            self._peers.discard(self.me)
+        return self._peers
 
     def suspect(self, member: Member) -> None:
         """It is thought to be gone, until it is heard of again."""
@@ -483,9 +518,11 @@ class Replicas:
         replica = self.by_bucket[bucket]
         serving = replica.serving
         (self.served.add if serving else self.served.discard)(bucket)
+        shared = bool(replica.tenure) and (not replica.alone or replica.min_in_sync > 1)
+        (self.shared.add if shared else self.shared.discard)(bucket)
         waits = not serving and bool(replica.tenure)
         (self.waiting.add if waits else self.waiting.discard)(bucket)
-        self._claims = None
+        self._claims = self._peers = None
         self.reads_until = 0
         self._follow_up(replica)
 

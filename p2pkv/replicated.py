@@ -39,13 +39,13 @@ class OpKind(IntEnum):
 class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One operation. The value of a PUT travels beside it."""
 
-    kind: Annotated[int, Limit(ge=0, le=OpKind.UNPIN)]
+    kind: Annotated[int, Limit(ge=0, le=6)]
     key: _Key
     size: Annotated[int, Limit(ge=0, lt=1 << 62)] = 0
     ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)] = 0
     flags: Annotated[int, Limit(ge=0, lt=256)] = 0
     """WRITE_ONCE, SOFT_PIN, HARD_PIN."""
-    checksum: Annotated[int, Limit(ge=0, lt=1 << 64)] = 0
+    checksum: Annotated[int, Limit(ge=0)] = 0
     extra: Annotated[bytes, Limit(max_length=1024)] = b""
 
 

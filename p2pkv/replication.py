@@ -186,7 +186,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replica:
-    """See the module. ``member_of`` tells the registered life of a node."""
+    """See the module. ``member_of`` tells the registered life of a node, if it seems to live."""
 
     def __init__(
         self,
@@ -434,8 +434,6 @@ class Replica:
         self.session = Session(record.epoch)
         self._reconcile_to = self.last
         self.followers = {m: Follower(0, None, now) for m in record.in_sync if m != self.me}
-        for entry in self.log.values():
-            entry.ticket = None
         self._offer_epoch(now)
         self.advance(now)
 
@@ -457,7 +455,6 @@ class Replica:
         for entry in self.log.values():
             if entry.ticket is not None:
                 self.out.append(Abandon(self.bucket, entry))
-                entry.ticket = None
         self.out.append(Changed(self.bucket))
 
     def _follow(self, before: BucketRecord | None, record: BucketRecord) -> None:
@@ -468,7 +465,8 @@ class Replica:
         if not self.generation or self._named(record):
             return
         left = before is not None and self._named(before)
-        if left or record.epoch != (self.synced or self._copy_floor.epoch):
+        over = record.epoch != (self.synced or self._copy_floor.epoch)
+        if left or over or self.me.node not in record.assigned:
             self._void(lost=False)
 
     def _named(self, record: BucketRecord) -> bool:
@@ -635,6 +633,11 @@ class Replica:
         self.applied = self.last = base
         self.out.append(Changed(self.bucket))
         return True
+
+    @property
+    def learning(self) -> Session | None:
+        """The copy that is on its way here, or has come; None if the data is void."""
+        return self._copy_floor if self.generation and not self.tenure else None
 
     def stop_learning(self) -> None:
         """The copy will not be completed."""

@@ -8,7 +8,7 @@ knows a socket. (The pattern is "sans I/O": https://sans-io.readthedocs.io.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ ROUTES_TIMEOUT_NS = 1 * SECOND_NS
 PATIENCE_FIRST_NS = 5 * SECOND_NS
 """So long an owner may be silent before the ring is looked at; doubled each time, since what is
 asked for may be large and the way slow."""
+PATIENCE_WITH_COPIES_NS = 1 * SECOND_NS
+"""The same for a read that another copy could answer."""
 ROUTES_PEERS_MAX = 3
 """Members that are asked for the ring before the seeds, or etcd, are."""
 
@@ -138,8 +140,8 @@ def reason_of(answer: Answer) -> str:
 class Table:
     """One state of the ring."""
 
-    __slots__ = ("bucket_count", "endpoints", "fingerprint", "generations", "members", "owners",
-                 "revision")  # fmt: skip
+    __slots__ = ("backups", "bucket_count", "endpoints", "fingerprint", "generations", "members",
+                 "owners", "revision")  # fmt: skip
 
     def __init__(self, body: wire.Table) -> None:
         if len(body.owners) != body.bucket_count or len(body.generations) != body.bucket_count:
@@ -150,6 +152,10 @@ class Table:
             raise ProtocolError("members and endpoints differ in number")
         if any(not -1 <= i < len(body.members) for i in body.owners):
             raise ProtocolError("a bucket's owner is not in the table")
+        if len(body.backups) not in (0, body.bucket_count):
+            raise ProtocolError(f"backups of {len(body.backups)} of {body.bucket_count} buckets")
+        if any(not 0 <= i < len(body.members) for backups in body.backups for i in backups):
+            raise ProtocolError("a bucket's backup is not in the table")
         self.fingerprint = body.fingerprint
         self.revision = body.revision
         self.bucket_count = body.bucket_count
@@ -157,6 +163,8 @@ class Table:
         self.endpoints = dict(zip(body.members, body.endpoints, strict=True))
         self.owners = body.owners
         self.generations = body.generations
+        self.backups = body.backups
+        """By bucket the other members in sync, as indices; empty if no bucket has any."""
 
     def owner(self, bucket: int) -> Member | None:
         index = self.owners[bucket]
@@ -176,6 +184,23 @@ class Table:
                 groups[owner] = [item]
             else:
                 group.append(item)
+        return groups
+
+    def split_around(
+        self, buckets: Sequence[int], items: Iterable[int], avoided: Container[Peer]
+    ) -> dict[int, list[int]]:
+        """As ``split``, but what an avoided member owns goes to a backup that is not, if any."""
+        members = self.members
+        groups: dict[int, list[int]] = {}
+        for owner, group in self.split(buckets, items).items():
+            if owner < 0 or members[owner] not in avoided:
+                groups.setdefault(owner, []).extend(group)
+                continue
+            for item in group:
+                others = [i for i in self.backups[buckets[item]] if members[i] not in avoided]
+                groups.setdefault(others[0] if others else owner, []).append(item)
+        for group in groups.values():
+            group.sort()
         return groups
 
 
@@ -236,6 +261,11 @@ class Context:
         self.patience = PATIENCE_FIRST_NS
         self.mismatch = ""
         """What a node of another cluster said when it was asked for the ring."""
+
+    def hurry(self) -> None:
+        """Somebody else could answer, so this one gets less time."""
+        if self.router.table is not None and self.router.table.backups:
+            self.patience = min(self.patience, PATIENCE_WITH_COPIES_NS)
 
     def expired(self) -> bool:
         return self.clock() >= self.deadline

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -32,6 +32,30 @@ TOKEN_BYTES = 16
 
 Response = tuple[int, Any, Sequence[Any]]
 """Kind, body and payload of an answer."""
+
+
+class Deferred:
+    """An answer that waits for other nodes. ``response`` is None until it is there."""
+
+    __slots__ = ("_then", "response")
+
+    def __init__(self) -> None:
+        self.response: Response | None = None
+        self._then: list[Callable[[Response], object]] = []
+
+    def then(self, act: Callable[[Response], object]) -> None:
+        """Call ``act`` with the answer, now or as soon as it is there."""
+        if self.response is not None:
+            act(self.response)
+        else:
+            self._then.append(act)
+
+    def complete(self, response: Response) -> None:
+        """This is the answer."""
+        self.response = response
+        waiting, self._then = self._then, []
+        for act in waiting:
+            act(response)
 
 
 class Allocation:
@@ -100,7 +124,7 @@ class Session:
         """What the client fills itself, by allocation, on the connection of its present request."""
         self.allocations: dict[int, Allocation] = {}
         self.tokens: dict[int, Token] = {}
-        self.answers: OrderedDict[int, Response] = OrderedDict()
+        self.answers: OrderedDict[int, Response | Deferred] = OrderedDict()
         self.answers_max = answers_max
         self.forgotten = 0
         """Writes up to this number may have been answered, but the answer is no longer known."""
@@ -109,7 +133,7 @@ class Session:
     def owner(self) -> bytes:
         return self.id[:OWNER_BYTES]
 
-    def remember(self, request: int, answer: Response) -> None:
+    def remember(self, request: int, answer: Response | Deferred) -> None:
         """Keep a write's answer for a repeated request."""
         self.answers[request] = answer
         if len(self.answers) > self.answers_max:

@@ -10,6 +10,7 @@ expired leaves the index at once. Its bytes stay as they are until the last toke
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -180,6 +181,7 @@ class Store(Catalog):
         options: PutOptions,
         now: int,
         op_id: int = 0,
+        decided: bool = False,
     ) -> list[Object | Status]:
         """An object with an extent for each key, or why not.
 
@@ -187,10 +189,10 @@ class Store(Catalog):
         ``if_absent``. OUT_OF_MEMORY: nothing could be evicted for it. QUOTA, TOO_LARGE, INVALID,
         NOT_PRIMARY (the bucket is not open): as named. Where the arena has a free run for all,
         the extents lie there one after the other. What is allocated is never evicted: end it
-        with ``commit_batch`` or ``abort_batch``.
+        with ``commit_batch`` or ``abort_batch``. ``decided``: whatever is there is to be replaced.
         """
         results: list[Object | Status] = [Status.OUT_OF_MEMORY] * len(keys)
-        wanted = self._admitted(buckets, keys, sizes, options, now, results)
+        wanted = self._admitted(buckets, keys, sizes, options, now, results, decided)
         if len(wanted) < len(keys):
             buckets = [buckets[i] for i in wanted]
             keys = [keys[i] for i in wanted]
@@ -218,6 +220,7 @@ class Store(Catalog):
         options: PutOptions,
         now: int,
         results: list[Object | Status],
+        decided: bool = False,
     ) -> list[int]:
         """Positions of the keys that nothing speaks against; the others get their result."""
         index, opened = self.index, self.buckets
@@ -225,7 +228,7 @@ class Store(Catalog):
         wanted: list[int] = []
         for i, (bucket, key, size) in enumerate(zip(buckets, keys, sizes, strict=True)):
             if 0 <= size <= largest and 0 < len(key) <= longest and bucket in opened:
-                there = index[bucket].get(key)
+                there = None if decided else index[bucket].get(key)
                 if there is None or not (if_absent or there.options.write_once):
                     wanted.append(i)
                     continue
@@ -284,12 +287,17 @@ class Store(Catalog):
             self.hard_pinned_bytes += sum([item.extent_bytes for item in items])
 
     def commit_batch(
-        self, items: Sequence[Object], now: int, checksums: Sequence[int | None] | None = None
+        self,
+        items: Sequence[Object],
+        now: int,
+        checksums: Sequence[int | None] | None = None,
+        decided: bool = False,
     ) -> list[Status]:
         """Makes objects visible, in order; their ttl counts from here.
 
         OK also where a write-once object came first and stays. EXISTS: another came first and
         this one was ``if_absent``. CONFLICT: the object is not (or no longer) allocated.
+        ``decided``: whatever is there is replaced.
         """
         sums = [None] * len(items) if checksums is None else checksums
         if len(sums) != len(items):
@@ -298,7 +306,7 @@ class Store(Catalog):
         before = self._version
         self.allocated.difference_update(items)
         statuses = [
-            self._commit(item, checksum, now, replaced)
+            self._commit(item, checksum, now, replaced, decided)
             for item, checksum in zip(items, sums, strict=True)
         ]
         self.policy.touch_batch(items)
@@ -309,7 +317,12 @@ class Store(Catalog):
         return statuses
 
     def _commit(
-        self, item: Object, checksum: int | None, now: int, replaced: list[Object]
+        self,
+        item: Object,
+        checksum: int | None,
+        now: int,
+        replaced: list[Object],
+        decided: bool,
     ) -> Status:
         if item.state is not _ALLOCATED:
             return _CONFLICT
@@ -320,7 +333,7 @@ class Store(Catalog):
             there = None
         if there is None:
             bucket.sorted_keys = None
-        elif item.options.if_absent or there.options.write_once:
+        elif not decided and (item.options.if_absent or there.options.write_once):
             self._unharden(item)
             self.extents.give_back((item,))
             return Status.EXISTS if item.options.if_absent else _OK
@@ -358,7 +371,7 @@ class Store(Catalog):
         own beginning instead of being refused.
         """
         several = tuple in set(map(type, values))
-        write: Callable[[int, Any], None] = self._write_parts if several else self.arena.write
+        write: Callable[[int, Any], None] = self.write if several else self.arena.write
         sizes = [size_of(v) if isinstance(v, tuple) else memoryview(v).nbytes for v in values]
         sums = [None] * len(keys) if checksums is None else checksums
         statuses: list[Status] = []
@@ -379,7 +392,8 @@ class Store(Catalog):
         self.policy.touch_batch(stored)
         return statuses
 
-    def _write_parts(self, offset: int, value: Buffer | Parts) -> None:
+    def write(self, offset: int, value: Buffer | Parts) -> None:
+        """Copies a value, which may be in parts, into the arena."""
         for part in value if isinstance(value, tuple) else (value,):
             self.arena.write(offset, part)
             offset += len(part)
@@ -417,6 +431,21 @@ class Store(Catalog):
         self._remove(live, Reason.DELETED)
         opened.sorted_keys = order[:start] + order[stop:]
         return len(live), stop < end
+
+    def delete_until(self, bucket: int, prefix: bytes, last: bytes, now: int) -> int:
+        """Deletes all keys with ``prefix`` up to ``last`` (empty: to the end); how many."""
+        opened = self.buckets[bucket]
+        start, end = opened.keys_with(prefix)
+        limit = bisect_right(opened.order, last, start, end) - start if last else end - start
+        return self.delete_range(bucket, prefix, limit, now)[0] if limit else 0
+
+    def evict_batch(self, buckets: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Gives up what another node has decided to give up, if it is there."""
+        found = [self.index[b].get(k) for b, k in zip(buckets, keys, strict=True)]
+        items = [item for item in found if item is not None]
+        for item in items:
+            self._detach(item)
+        self._bury(items, Reason.EVICTED)
 
     def expire_batch(
         self, buckets: Sequence[int], keys: Sequence[bytes], ttl_ns: int, now: int

@@ -25,6 +25,7 @@ from msgspec import Meta as Limit
 
 from p2pkv.errors import ProtocolError
 from p2pkv.parts import Parts
+from p2pkv.replicated import Prepare, PrepareAck
 from p2pkv.types import Member
 
 VERSION = 1
@@ -77,6 +78,8 @@ class Status(IntEnum):
     """The value is larger than a message: open it and read it in pieces."""
     RANGE = 15
     """The range reaches beyond the value."""
+    NOT_ENOUGH_REPLICAS = 16
+    """Fewer members in sync have it, or could, than the cluster or the caller asks for."""
 
 
 class Kind(IntEnum):
@@ -119,6 +122,8 @@ class Kind(IntEnum):
     TABLE = 58
     SNAPSHOT = 70
     SNAPSHOT_ACK = 71
+    REPLICATE = 72
+    REPLICATED = 73
     HEARTBEAT = 80
 
 
@@ -182,6 +187,8 @@ class Get(Body, frozen=True):
     """For each key the first byte that is wanted. Empty: whole values."""
     lengths: Lengths = []
     """With ``starts``: how many bytes."""
+    any_copy: bool = False
+    """Asked of a backup: what it has of objects that are written once is enough."""
 
 
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -193,6 +200,8 @@ class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     hard_pin: bool = False
     ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)] = 0
     """0: for ever."""
+    min_replicas: Annotated[int, Limit(ge=0, le=255)] = 0
+    """So many members in sync must have it; 0: what the cluster's min_in_sync says."""
 
 
 class Put(Body, frozen=True):
@@ -318,6 +327,8 @@ class Statuses(Body, frozen=True):
     """One status byte per key; empty: all OK."""
 
     statuses: bytes
+    copies: bytes = b""
+    """Of puts: how many members in sync have each. Empty: one, where it was written."""
 
 
 class Matched(Body, frozen=True):
@@ -366,6 +377,8 @@ class Table(Body, frozen=True):
     endpoints: list[tuple[Name, ...]]
     owners: Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
     generations: Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
+    backups: Annotated[list[list[int]], Limit(max_length=BATCH_KEYS_MAX)] = []
+    """By bucket the other members in sync. Empty: there are none."""
 
 
 class NodeStats(Body, frozen=True):
@@ -399,6 +412,8 @@ class Snapshot(Body, frozen=True):
     seq: int
     entries: Annotated[list[Entry], Limit(max_length=BATCH_KEYS_MAX)]
     last: bool = False
+    base: Annotated[int, Limit(ge=0, lt=1 << 62)] = 0
+    """With ``last``: the operation that the objects are as of."""
 
 
 class SnapshotAck(Body, frozen=True):
@@ -408,6 +423,18 @@ class SnapshotAck(Body, frozen=True):
     status: Code
     dropped: int = 0
     """Objects that found no room."""
+
+
+class Replicate(Body, frozen=True):
+    """Operations of several buckets from their primary. Payload: the values of the puts, packed."""
+
+    prepares: Annotated[list[Prepare], Limit(max_length=BATCH_KEYS_MAX)]
+
+
+class Replicated(Body, frozen=True):
+    """What is prepared now."""
+
+    acks: Annotated[list[PrepareAck], Limit(max_length=BATCH_KEYS_MAX)]
 
 
 BODIES: dict[Kind, type[Body]] = {
@@ -448,6 +475,8 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.TABLE: Table,
     Kind.SNAPSHOT: Snapshot,
     Kind.SNAPSHOT_ACK: SnapshotAck,
+    Kind.REPLICATE: Replicate,
+    Kind.REPLICATED: Replicated,
 }
 
 MUTATING = frozenset(

@@ -1,0 +1,437 @@
+"""Writes on their way through the replicas: decided here, carried out when all copies have them.
+
+The primary decides what a write does (a conditional put, a delete of what is not there) by the
+committed objects *and* what is prepared and not committed yet, and puts an operation into the
+bucket's log that needs no condition any more. So all copies do the same, whatever each of them has
+evicted. The outcome is told once the operation is committed.
+
+Where nobody else has to have a write, as with one copy, it takes effect at once, without a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from p2pkv.clock import MILLISECOND_NS
+from p2pkv.objects import Object, Pin, State
+from p2pkv.replicas import Replicas
+from p2pkv.replicated import HARD_PIN, LOG_ENTRIES_MAX, SOFT_PIN, WRITE_ONCE, Op, OpKind, Prepare
+from p2pkv.replication import Entry, Replica
+from p2pkv.sessions import Deferred, Sessions
+from p2pkv.store import Store
+from p2pkv.types import BucketId
+from p2pkv.wire import PutOptions, Status
+
+IN_FLIGHT_MAX = LOG_ENTRIES_MAX // 2
+"""A bucket with so many operations that are not committed takes no more for the moment."""
+
+_PUT, _DELETE, _EVICT, _EXPIRE, _DELETE_RANGE, _PIN, _UNPIN = OpKind
+_OK, _MISS, _EXISTS = Status.OK, Status.MISS, Status.EXISTS
+_GONE = frozenset({int(_DELETE), int(_EVICT), int(_DELETE_RANGE)})
+
+
+class Outcome(Deferred):
+    """The statuses of one request, some of which are known later.
+
+    ``copies[i]`` is how many members in sync have what key i's write did; 0: nothing was done.
+    """
+
+    __slots__ = ("_build", "_left", "copies", "required", "statuses")
+
+    def __init__(self, size: int, build: Callable[[Outcome], Any], required: int = 1) -> None:
+        super().__init__()
+        self.statuses = bytearray(size)
+        self.copies = bytearray(size)
+        self.required = required
+        """A write that fewer members have is reported, though it is done."""
+        self._left = 1
+        self._build = build
+
+    def expect(self) -> None:
+        """One more status will come later."""
+        self._left += 1
+
+    def set(self, at: int, status: int, copies: int = 0) -> None:
+        """A status that is known now."""
+        if copies and copies < self.required and not status:
+            status = Status.NOT_ENOUGH_REPLICAS
+        self.statuses[at] = status
+        self.copies[at] = min(copies, 255)
+
+    def arrive(self, at: int, status: int, copies: int) -> None:
+        """A status that was expected."""
+        self.set(at, status, copies)
+        self.close()
+
+    def close(self) -> None:
+        """No more will be expected (or: one that was expected is there)."""
+        self._left -= 1
+        if not self._left:
+            self.complete(self._build(self))
+
+    @property
+    def result(self) -> Any:
+        """The answer if it is complete, else this, which will have it."""
+        self.close()
+        return self if self.response is None else self.response
+
+
+Ticket = tuple[Outcome, int, int]
+"""Who waits for an entry: the outcome, the position, and the status if it is committed."""
+
+
+class Journal:
+    """See the module. It is the ``Objects`` that the replicas change."""
+
+    def __init__(self, store: Store, sessions: Sessions, clock: Callable[[], int]) -> None:
+        self.replicas: Replicas
+        """To be set before use; each needs the other."""
+        self.store = store
+        self.sessions = sessions
+        self._clock = clock
+        self._staged: dict[tuple[int, bytes], Entry] = {}
+        """By bucket and key the last operation that is not committed."""
+        self._evicted: list[tuple[int, bytes]] = []
+        self.copies_dropped = 0
+        """Copies for which there was no room, or that were evicted here, as a backup."""
+        store.on_evicted = self._note_evicted
+
+    # -- what is there, as the next operation will find it
+
+    def _existing(self, bucket: int, key: bytes, now: int) -> Object | Entry | None:
+        entry = self._staged.get((bucket, key))
+        if entry is not None:
+            return None if entry.op.kind in _GONE else entry
+        return self.store.find(bucket, key, now)
+
+    # -- writing
+
+    def _log_of(self, bucket: int, required: int) -> Replica | Status:
+        """The bucket's replica if it takes another write, else why not."""
+        replica = self.replicas.by_bucket[bucket]
+        if not replica.writable or replica.copies < required:
+            return Status.NOT_ENOUGH_REPLICAS if replica.serving else Status.MOVING
+        return Status.STALLED if len(replica.log) >= IN_FLIGHT_MAX else replica
+
+    def _submit(
+        self, bucket: int, op: Op, staged: Any, outcome: Outcome | None, at: int, status: int
+    ) -> Entry:
+        tickets: list[Ticket] = []
+        if outcome is not None:
+            outcome.expect()
+            tickets.append((outcome, at, status))
+        entry = self.replicas.submit(bucket, op, staged, tickets)
+        self._staged[bucket, op.key] = entry
+        return entry
+
+    def _wait_for(self, entry: Entry, outcome: Outcome, at: int, status: int) -> None:
+        """What was decided by an operation that is not committed is told when it is."""
+        outcome.expect()
+        entry.ticket.append((outcome, at, status))
+
+    def put(self, items: Sequence[Object], at: Sequence[int], outcome: Outcome, now: int) -> None:
+        """Make allocated objects, whose bytes are there, visible; or take them back."""
+        shared = self.replicas.shared
+        alone = [i for i, item in enumerate(items) if item.bucket not in shared]
+        if alone:
+            chosen = items if len(alone) == len(items) else [items[i] for i in alone]
+            for i, status in zip(alone, self.store.commit_batch(chosen, now), strict=True):
+                outcome.set(at[i], status, 0 if status else 1)
+            if len(alone) == len(items):
+                return
+        for i, item in zip(at, items, strict=True):
+            if item.bucket in shared:
+                self._put(item, outcome, i, now)
+
+    def _put(self, item: Object, outcome: Outcome, at: int, now: int) -> None:
+        options = item.options
+        replica = self._log_of(item.bucket, max(1, options.min_replicas))
+        if item.state is not State.ALLOCATED:
+            outcome.set(at, Status.CONFLICT)
+            return
+        if not isinstance(replica, Replica):
+            self.store.abort_batch([item])
+            outcome.set(at, replica)
+            return
+        there = self._existing(item.bucket, item.key, now)
+        if there is not None and (options.if_absent or _is_write_once(there)):
+            self.store.abort_batch([item])
+            status = _EXISTS if options.if_absent else _OK
+            if isinstance(there, Entry):
+                self._wait_for(there, outcome, at, status)
+            else:
+                outcome.set(at, status, 0 if status else replica.copies)
+            return
+        self._submit(item.bucket, _put_op(item), item, outcome, at, _OK)
+
+    def delete(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        at: Sequence[int],
+        outcome: Outcome,
+        now: int,
+    ) -> None:
+        def delete(bucket: int, key: bytes, i: int) -> None:
+            there = self._existing(bucket, key, now) is not None
+            # Also of what is not here: another copy may have kept what this one has evicted.
+            self._submit(bucket, Op(_DELETE, key), None, outcome, i, _OK if there else _MISS)
+
+        self._each(
+            buckets, keys, at, outcome, delete, lambda b, k: self.store.delete_batch(b, k, now)
+        )
+
+    def expire(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        ttl_ms: int,
+        at: Sequence[int],
+        outcome: Outcome,
+        now: int,
+    ) -> None:
+        def expire(bucket: int, key: bytes, i: int) -> None:
+            if self._existing(bucket, key, now) is None:
+                self._told_later(bucket, key, outcome, i, _MISS)
+            else:
+                self._submit(bucket, Op(_EXPIRE, key, ttl_ms=ttl_ms), None, outcome, i, _OK)
+
+        ttl_ns = ttl_ms * MILLISECOND_NS
+        self._each(
+            buckets, keys, at, outcome, expire,
+            lambda b, k: self.store.expire_batch(b, k, ttl_ns, now),
+        )  # fmt: skip
+
+    def _told_later(self, bucket: int, key: bytes, outcome: Outcome, at: int, status: int) -> None:
+        """An outcome that rests on what may not be committed yet."""
+        entry = self._staged.get((bucket, key))
+        if entry is None:
+            outcome.set(at, status)
+        else:
+            self._wait_for(entry, outcome, at, status)
+
+    def _each(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        at: Sequence[int],
+        outcome: Outcome,
+        log: Callable[[int, bytes, int], None],
+        act: Callable[[Sequence[int], Sequence[bytes]], Sequence[int]],
+    ) -> None:
+        """``log`` for what others have to do too, ``act`` at once for the rest."""
+        shared = self.replicas.shared
+        alone: list[int] = []
+        for i, (bucket, key) in enumerate(zip(buckets, keys, strict=True)):
+            if bucket not in shared:
+                alone.append(i)
+                continue
+            replica = self._log_of(bucket, 1)
+            if isinstance(replica, Replica):
+                log(bucket, key, at[i])
+            else:
+                outcome.set(at[i], replica)
+        done = act([buckets[i] for i in alone], [keys[i] for i in alone]) if alone else ()
+        for i, status in zip(alone, done, strict=True):
+            outcome.set(at[i], status, 0 if status else 1)
+
+    def delete_range(
+        self, bucket: int, prefix: bytes, limit: int, outcome: Outcome, now: int
+    ) -> tuple[int, bool, Status]:
+        """Deletes up to ``limit`` keys that start with ``prefix``, in order.
+
+        Answers how many, whether there are more, and whether the bucket may be written.
+        """
+        if bucket not in self.replicas.shared:
+            return *self.store.delete_range(bucket, prefix, limit, now), _OK
+        replica = self._log_of(bucket, 1)
+        if not isinstance(replica, Replica):
+            return 0, False, replica
+        keys = self._keys_with(replica, prefix, now)
+        chosen, more = keys[:limit], len(keys) > limit
+        last = chosen[-1] if more else b""
+        op = Op(_DELETE_RANGE, prefix, extra=last)
+        entry = self._submit(bucket, op, None, outcome, 0, _OK)
+        self._staged.update(((bucket, key), entry) for key in chosen)
+        return len(chosen), more, _OK
+
+    def _keys_with(self, replica: Replica, prefix: bytes, now: int) -> list[bytes]:
+        """Keys in order, as the next operation will find them."""
+        bucket = replica.bucket
+        opened = self.store.buckets[bucket]
+        start, end = opened.keys_with(prefix)
+        keys = set(opened.order[start:end])
+        keys.update(e.op.key for e in replica.log.values() if e.op.kind == _PUT)
+        return sorted(
+            k for k in keys if k.startswith(prefix) and self._existing(bucket, k, now) is not None
+        )
+
+    def pin(
+        self, owner: bytes, bucket: int, key: bytes, ttl_ms: int, outcome: Outcome, at: int
+    ) -> None:
+        """Tell the copies of a pin that was made here; ``ttl_ms`` 0: that was undone."""
+        if bucket not in self.replicas.shared:
+            return
+        if isinstance(self._log_of(bucket, 1), Replica):
+            kind = _PIN if ttl_ms else _UNPIN
+            op = Op(kind, key, ttl_ms=ttl_ms, extra=owner)
+            outcome.expect()
+            self.replicas.submit(bucket, op, _DONE, [(outcome, at, _OK)])
+
+    # -- evictions
+
+    def _note_evicted(self, items: Iterable[Object]) -> None:
+        replicas = self.replicas
+        for item in items:
+            if item.bucket in replicas.shared:
+                self._evicted.append((item.bucket, item.key))
+            elif item.bucket not in replicas.served:
+                self.copies_dropped += 1
+
+    def tell_evictions(self) -> None:
+        """What the primary gave up, the copies need not keep. Nobody waits for it."""
+        evicted, self._evicted = self._evicted, []
+        for bucket, key in evicted:
+            replica = self.replicas.by_bucket[bucket]
+            if (
+                bucket in self.replicas.shared
+                and replica.writable
+                and (bucket, key) not in self._staged
+                and key not in self.store.index[bucket]
+            ):
+                self._submit(bucket, Op(_EVICT, key), None, None, 0, _OK)
+
+    # -- Objects: what the replicas want done
+
+    def apply(self, bucket: BucketId, entries: Sequence[Entry], copies: int, now: int) -> None:
+        for kind, group in groupby(entries, key=attrgetter("op.kind")):
+            run = list(group)
+            if kind == _PUT:
+                self._apply_puts(run, now)
+            else:
+                for entry in run:
+                    self._apply_other(bucket, entry, now)
+        for entry in entries:
+            self._unstage(bucket, entry)
+            if entry.ticket:
+                for outcome, at, status in entry.ticket:
+                    outcome.arrive(at, status, copies)
+
+    def _apply_puts(self, entries: list[Entry], now: int) -> None:
+        items = [e.staged for e in entries]
+        self.store.commit_batch(items, now, [item.checksum for item in items], decided=True)
+
+    def _apply_other(self, bucket: BucketId, entry: Entry, now: int) -> None:
+        op, store = entry.op, self.store
+        if op.kind == _DELETE:
+            store.delete_batch([bucket], [op.key], now)
+        elif op.kind == _EVICT:
+            store.evict_batch([bucket], [op.key])
+        elif op.kind == _EXPIRE:
+            store.expire_batch([bucket], [op.key], op.ttl_ms * MILLISECOND_NS, now)
+        elif op.kind == _DELETE_RANGE:
+            store.delete_until(bucket, op.key, op.extra, now)
+        elif entry.staged is not _DONE:
+            self._apply_pin(bucket, op, now)
+
+    def _apply_pin(self, bucket: BucketId, op: Op, now: int) -> None:
+        item = self.store.find(bucket, op.key, now)
+        if item is None:
+            return
+        if op.kind == _PIN:
+            self.sessions.pins.pin(op.extra, item, now + op.ttl_ms * MILLISECOND_NS)
+        else:
+            self.sessions.pins.unpin(op.extra, op.key)
+            self.store.set_pin(item, Pin.NONE)
+
+    def _unstage(self, bucket: int, entry: Entry) -> None:
+        staged = self._staged
+        if staged.get((bucket, entry.op.key)) is entry:
+            del staged[bucket, entry.op.key]
+        if entry.op.kind == _DELETE_RANGE and entry.ticket is not None:
+            for place in [p for p, e in staged.items() if e is entry]:
+                del staged[place]
+
+    def discard(self, bucket: BucketId, entry: Entry) -> None:
+        self.abandon(bucket, entry)
+        if isinstance(entry.staged, Object):
+            self.store.abort_batch([entry.staged])
+
+    def abandon(self, bucket: BucketId, entry: Entry) -> None:
+        self._unstage(bucket, entry)
+        waiting, entry.ticket = entry.ticket or (), None
+        for outcome, at, _ in waiting:
+            outcome.arrive(at, Status.INDETERMINATE, 0)
+
+    def open(self, bucket: BucketId) -> None:
+        if bucket in self.store.buckets:
+            self.store.drop_bucket(bucket)
+        self.store.open_bucket(bucket)
+
+    def drop(self, bucket: BucketId, lost: bool) -> None:
+        if bucket in self.store.buckets:
+            self.store.drop_bucket(bucket)
+
+    # -- staging what a primary sends
+
+    def stage(self, buckets: Sequence[int], ops: Sequence[Op], now: int) -> list[Object | None]:
+        """Room for the value of each PUT among ``ops``; None where there is none."""
+        staged: list[Object | None] = [None] * len(ops)
+        puts = [i for i, op in enumerate(ops) if op.kind == _PUT]
+        for (flags, ttl_ms), group in groupby(puts, key=lambda i: (ops[i].flags, ops[i].ttl_ms)):
+            at = list(group)
+            made = self.store.allocate_batch(
+                [buckets[i] for i in at],
+                [ops[i].key for i in at],
+                [ops[i].size for i in at],
+                _options(flags, ttl_ms),
+                now,
+                decided=True,
+            )
+            for i, item in zip(at, made, strict=True):
+                if isinstance(item, Object):
+                    item.checksum = ops[i].checksum or None
+                    staged[i] = item
+        return staged
+
+    def give_up_unstaged(
+        self, prepares: Sequence[Prepare], staged: Sequence[Sequence[Object | None]]
+    ) -> None:
+        """Where there was no room for a value, this node goes on without that key."""
+        for prepare, values in zip(prepares, staged, strict=True):
+            for i, (op, item) in enumerate(zip(prepare.ops, values, strict=True)):
+                if op.kind == _PUT and item is None:
+                    prepare.ops[i] = Op(int(_EVICT), op.key)
+                    self.copies_dropped += 1
+
+
+_DONE: Any = object()
+"""Stands for what an operation does on the node that decided it, where it is done already."""
+
+
+def _is_write_once(there: Object | Entry) -> bool:
+    if isinstance(there, Object):
+        return there.options.write_once
+    return bool(there.op.flags & WRITE_ONCE)
+
+
+def _put_op(item: Object) -> Op:
+    options = item.options
+    flags = (
+        WRITE_ONCE * options.write_once
+        | SOFT_PIN * (item.pin is Pin.SOFT)
+        | HARD_PIN * (item.pin is Pin.HARD)
+    )
+    return Op(int(_PUT), item.key, item.size, options.ttl_ms, flags, item.checksum or 0)
+
+
+def _options(flags: int, ttl_ms: int) -> PutOptions:
+    return PutOptions(
+        write_once=bool(flags & WRITE_ONCE),
+        soft_pin=bool(flags & SOFT_PIN),
+        hard_pin=bool(flags & HARD_PIN),
+        ttl_ms=ttl_ms,
+    )

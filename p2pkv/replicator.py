@@ -1,0 +1,228 @@
+"""Carries what this node's replicas say to peers and to etcd, and wakes them as time passes.
+
+``Replicas`` decides; this module sends, waits, and tells it what came of it. Everything that comes
+up in one turn of the event loop leaves together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from p2pkv import clock, wire
+from p2pkv.async_driver import AsyncDriver
+from p2pkv.authority import Authority
+from p2pkv.config import NodeConfig
+from p2pkv.errors import AuthorityUnavailable
+from p2pkv.journal import Journal
+from p2pkv.learning import Learning
+from p2pkv.mover import Mover
+from p2pkv.objects import Object
+from p2pkv.ownership import Ownership
+from p2pkv.records import BucketChange
+from p2pkv.replicas import Batch, Replicas
+from p2pkv.replicated import OpKind, Talk
+from p2pkv.routing import Lost, Request
+from p2pkv.stream import parse_endpoint
+from p2pkv.talker import Talker
+from p2pkv.types import Member
+from p2pkv.wire import Kind
+
+log = logging.getLogger("p2pkv.replicator")
+
+TICKS_PER_BEACON = 5
+BATCHES_MAX = 4
+"""Batches under way to one peer at the same time."""
+BATCH_TIMEOUT_NS = 5 * clock.SECOND_NS
+CONTACT_MAX_NS = 2 * clock.SECOND_NS
+"""A bucket is not handed over if etcd was last heard from longer ago: it would stay stopped."""
+SILENT_BEACONS = 2.5
+"""A peer that was not heard of for so many beacon intervals is knocked at."""
+KNOCK_TIMEOUT_S = 0.25
+RETRY_NS = 50 * clock.MILLISECOND_NS
+
+
+class Replicator:
+    """See the module. ``wake`` after anything that may have given the replicas something to say."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        journal: Journal,
+        learning: Learning,
+        ownership: Ownership,
+        driver: AsyncDriver,
+        talker: Talker,
+        mover: Mover,
+        authority: Authority,
+        random: Random,
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._store = journal.store
+        self._replicas: Replicas = journal.replicas
+        self._learning = learning
+        self._ownership = ownership
+        self._driver = driver
+        self._talker = talker
+        self._mover = mover
+        self._authority = authority
+        self._random = random
+        self._under_way: dict[Member, int] = {}
+        self._not_before: dict[Member, int] = {}
+        """When to try again to reach a peer that could not be reached."""
+        self._knocking: set[Member] = set()
+        self._group: asyncio.TaskGroup | None = None
+        self._flush_wanted = False
+        self.batches_total = 0
+        self.batches_lost_total = 0
+        self.prepared_total = 0
+        self.prepared_bytes_total = 0
+
+    # -- when
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        tick_s = self._config.beacon_s / TICKS_PER_BEACON
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            while True:
+                now = clock.monotonic()
+                self._replicas.tick(now, self._etcd_answers(now))
+                self._journal.tell_evictions()
+                self._learning.reap(now)
+                self._knock(now)
+                self.flush()
+                await asyncio.sleep(tick_s)
+
+    def wake(self) -> None:
+        """See to it that what is new leaves in this turn of the event loop."""
+        if not self._flush_wanted and self._group is not None:
+            self._flush_wanted = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send what there is to send, and begin what there is to begin."""
+        self._flush_wanted = False
+        group, replicas = self._group, self._replicas
+        if group is None:
+            return
+        if replicas.has_unsent:
+            self._send_batches(group)
+        if replicas.talks:
+            for talk in replicas.talk():
+                self._talker.send(talk)
+        if replicas.proposals:
+            changes, replicas.proposals = replicas.proposals, []
+            group.create_task(self._propose(changes))
+        if replicas.copies:
+            copies, replicas.copies = replicas.copies, []
+            self._mover.start(copies, group)
+
+    def on_talk(self, talk: Talk) -> None:
+        self._replicas.take_talk(talk, clock.monotonic())
+        self.wake()
+
+    # -- operations
+
+    def _send_batches(self, group: asyncio.TaskGroup) -> None:
+        now = clock.monotonic()
+        busy = {m for m, n in self._under_way.items() if n >= BATCHES_MAX}
+        busy |= {m for m, until in self._not_before.items() if until > now}
+        for batch in self._replicas.batches(now, busy):
+            self._under_way[batch.to] = self._under_way.get(batch.to, 0) + 1
+            group.create_task(self._send(batch))
+
+    async def _send(self, batch: Batch) -> None:
+        items = [e.staged for e in batch.entries if e.op.kind == OpKind.PUT]
+        store = self._store
+        held = [item for item in items if isinstance(item, Object)]
+        store.acquire_batch(held)
+        body = wire.Replicate(batch.prepares)
+        payload = [store.value(item) for item in held if item.size]
+        request = Request(batch.to, Kind.REPLICATE, body, payload)
+        answer: Any = None
+        try:
+            deadline = clock.monotonic() + BATCH_TIMEOUT_NS
+            answer = (await self._driver.exchange((request,), deadline))[0]
+        finally:
+            store.release_batch(held)
+            self._under_way[batch.to] -= 1
+            self._take_answer(batch, answer)
+
+    def _take_answer(self, batch: Batch, answer: Any) -> None:
+        now = clock.monotonic()
+        self.batches_total += 1
+        if answer is None or isinstance(answer, Lost) or answer.kind != Kind.REPLICATED:
+            self.batches_lost_total += 1
+            self._not_before[batch.to] = now + RETRY_NS
+            self._replicas.not_delivered(batch.to, [p.bucket for p in batch.prepares])
+            return
+        self._not_before.pop(batch.to, None)
+        self.prepared_total += len(batch.entries)
+        self.prepared_bytes_total += sum(e.op.size for e in batch.entries)
+        self._replicas.take_prepare_acks(batch.to, answer.body.acks, now)
+        self.wake()
+
+    # -- etcd
+
+    def _etcd_answers(self, now: int) -> bool:
+        contact = self._authority.last_contact_ns
+        return contact is not None and now - contact <= CONTACT_MAX_NS
+
+    async def _propose(self, changes: list[BucketChange]) -> None:
+        """Change records; go on until each outcome is definite (invariant I12)."""
+        wait = 0.05
+        while changes:
+            try:
+                outcomes = await self._authority.update_buckets(changes)
+            except AuthorityUnavailable:
+                outcomes = []
+            known = {o.bucket: o for o in outcomes if not o.unknown}
+            self._ownership.take_records((b, o.current) for b, o in known.items())
+            now = clock.monotonic()
+            for change in changes:
+                if change.bucket in known:
+                    self._replicas.decided(change, known[change.bucket].current, now)
+            self.wake()
+            changes = [c for c in changes if c.bucket not in known]
+            if changes:
+                await asyncio.sleep(self._random.uniform(wait / 2, wait))
+                wait = min(wait * 2, 1.0)
+
+    # -- who is gone
+
+    def _knock(self, now: int) -> None:
+        """Look after peers that are silent. A refused connection is a process that is gone."""
+        assert self._group is not None
+        limit = int(SILENT_BEACONS * self._config.beacon_s * 1e9)
+        for member in self._replicas.silent(now, limit):
+            if member not in self._knocking:
+                self._knocking.add(member)
+                self._group.create_task(self._knock_at(member))
+
+    async def _knock_at(self, member: Member) -> None:
+        try:
+            record = self._ownership.address_of(member)
+            if record is None or not record.control:
+                return
+            address = parse_endpoint(record.control[0])
+            writer: asyncio.StreamWriter | None = None
+            try:
+                async with asyncio.timeout(KNOCK_TIMEOUT_S):
+                    _, writer = await asyncio.open_connection(*address)
+            except (ConnectionRefusedError, ConnectionResetError):
+                log.warning("%s is gone: it refuses connections", member)
+                self._replicas.suspect(member)
+            except (OSError, TimeoutError):
+                pass  # it may be only far away, or slow
+            if writer is not None:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+            await asyncio.sleep(self._config.beacon_s / 2)
+        finally:
+            self._knocking.discard(member)
