@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from p2pkv import ring, wire
@@ -10,9 +10,13 @@ from p2pkv.arena import Arena
 from p2pkv.buffers import Run
 from p2pkv.config import Limits
 from p2pkv.handlers import Handlers
+from p2pkv.journal import Journal
+from p2pkv.records import BucketRecord, Versioned
+from p2pkv.replicas import Pace, Replicas
+from p2pkv.replication import Settings
 from p2pkv.sessions import Response, Session, Sessions
 from p2pkv.store import Store
-from p2pkv.types import BootId, Member, NodeId
+from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
 from p2pkv.wire import Kind, PutOptions, Status
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -36,6 +40,36 @@ def make_store(arena: Arena, buckets: Iterable[int] = (), **limits: Any) -> Stor
     for bucket in buckets:
         store.open_bucket(bucket)
     return store
+
+
+def make_replicas(
+    store: Store,
+    sessions: Sessions,
+    me: Member = A,
+    members: Sequence[Member] = (A, B, C),
+    may_grant: Callable[[int], bool] = lambda now: True,
+    **settings: Any,
+) -> tuple[Journal, Replicas]:
+    """The replicas of one node, and the journal that they change."""
+    journal = Journal(store, sessions, lambda: 1)
+    registered = {member.node: member for member in members}
+    journal.replicas = Replicas(
+        Settings(me=me, **settings), Pace(), 500 * MS, journal, registered.get, may_grant
+    )
+    return journal, journal.replicas
+
+
+def owned(primary: Member, *backups: Member, epoch: int = 1, revision: int = 1) -> Versioned:
+    """A bucket's record as etcd has it."""
+    members = (primary, *backups)
+    record = BucketRecord(
+        epoch=Epoch(epoch),
+        generation=1,
+        primary=primary,
+        in_sync=members,
+        assigned=tuple(member.node for member in members),
+    )
+    return Versioned(record, Revision(revision))
 
 
 def flat(payload: Sequence[wire.Buffer | Run]) -> list[bytes]:
@@ -64,7 +98,7 @@ class Host:
     BUCKETS = 4
 
     def __init__(self, arena: Arena, limits: Limits = LIMITS, **store: Any) -> None:
-        self.store = make_store(arena, range(self.BUCKETS), **store)
+        self.store = make_store(arena, **store)
         self.sessions = Sessions(
             self.store,
             ttl_ns=30 * S,
@@ -74,12 +108,13 @@ class Host:
             answers_max=8,
         )
         self.fenced = False
+        self.journal, self.replicas = make_replicas(self.store, self.sessions)
+        self.replicas.adopt({BucketId(b): owned(A) for b in range(self.BUCKETS)}, 1)
         self.handlers = Handlers(
-            A, self.store, self.sessions, limits, self.BUCKETS,
+            A, self.journal, limits, self.BUCKETS,
             lambda now: not self.fenced,
             {Kind.STATS: lambda *_: (Kind.NODE_STATS, wire.NodeStats(A, {}, {"x": 1.0}), ())},
         )  # fmt: skip
-        self.handlers.primary.update(range(self.BUCKETS))
         self.session = self.open_session(b"c", b"1")
         self._requests = 0
         self.now = 1

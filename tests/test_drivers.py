@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -630,9 +630,9 @@ async def test_a_dead_peer_costs_nothing_while_nobody_asks_it(async_driver: Driv
 async def test_requests_to_oneself_are_answered_in_process() -> None:
     calls: list[Request] = []
 
-    def local(request: Request) -> Reply:
+    def local(request: Request, answer: Callable[[Reply], None]) -> None:
         calls.append(request)
-        return Reply(Kind.PONG, wire.Empty(), ())
+        answer(Reply(Kind.PONG, wire.Empty(), ()))
 
     config = ClientConfig(seeds=("tcp://127.0.0.1:1",), limits=LIMITS)
     driver = AsyncDriver(config, Router(), member=PEER, local=local, find=lambda _: ["found"])

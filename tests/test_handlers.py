@@ -47,7 +47,7 @@ class Mixed:
         self.keys = [host.keys_in(bucket, 1)[0] for bucket in range(4)]
         host.put(dict.fromkeys(self.keys, b"old"))
         host.handlers.primary -= {1, 2}
-        host.handlers.moving.add(1)
+        host.handlers.replicas.waiting.add(1)
         self.host = host
 
     def untouched(self) -> bool:
@@ -93,7 +93,9 @@ def test_a_fenced_node_serves_no_key(mixed: Mixed, kind: Kind) -> None:
     host = mixed.host
     host.fenced = True
     frames = [b"newNEWnewNEW"] if kind is Kind.PUT else []
-    assert host.statuses(kind, KEYED[kind](mixed.keys), frames) == [Status.STALLED] * 4
+    stalled = Status.STALLED
+    expected = [stalled, Status.MOVING, Status.NOT_PRIMARY, stalled]
+    assert host.statuses(kind, KEYED[kind](mixed.keys), frames) == expected
     host.fenced = False
     assert mixed.untouched()
     assert host.get(mixed.keys[0], mixed.keys[3]) == [b"old", b"old"]
@@ -659,7 +661,7 @@ def test_a_commit_is_refused_once_the_bucket_may_not_be_served(host: Host, fate:
         host.fenced = True
     elif fate == "moving":
         handlers.primary.discard(2)
-        handlers.moving.add(2)
+        handlers.replicas.waiting.add(2)
     else:
         host.store.drop_bucket(2)
         handlers.primary.discard(2)
@@ -911,7 +913,7 @@ def test_a_scan_stops_at_a_bucket_that_may_not_be_served_and_says_why(host: Host
     keys = [host.keys_in(bucket, 1)[0] for bucket in range(4)]
     host.put(dict.fromkeys(keys, b""))
     host.handlers.primary -= {2, 3}
-    host.handlers.moving.add(2)
+    host.handlers.replicas.waiting.add(2)
     got = page(host, [0, 1, 2, 3])
     assert (got.keys, got.finished, got.status) == (keys[:2], 2, Status.MOVING)
     assert page(host, [3, 0]).status == Status.NOT_PRIMARY
@@ -1059,7 +1061,7 @@ def test_a_failure_in_a_handler_is_not_an_answer(host: Host) -> None:
         raise OSError("broken")
 
     handlers = Handlers(
-        host.handlers.member, host.store, host.sessions, LIMITS, 4, lambda now: True,
+        host.handlers.member, host.journal, LIMITS, 4, lambda now: True,
         {Kind.ROUTES: fails},
     )  # fmt: skip
     with pytest.raises(OSError, match="broken"):

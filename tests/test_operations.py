@@ -373,7 +373,7 @@ def ranges(total: int, *contents: bytes | Status) -> Reply:
 
 def test_a_get_of_ranges_asks_for_them_and_for_nothing_else(desk: Desk) -> None:
     script = desk.start(desk.ops.batch_get_range([K0, K1], [(2, 3), (4, None)]))
-    assert script.request.body == wire.Get([K0, K1], False, False, [2, 4], [3, -1])
+    assert script.request.body == wire.Get([K0, K1], False, False, [2, 4], [3, -1], True)
     assert script.answer(ranges(6, b"abc", b"de")).result == [b"abc", b"de"]
 
 

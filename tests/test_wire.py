@@ -166,7 +166,7 @@ def test_a_head_over_its_limit_is_refused_by_its_size_alone() -> None:
         (Kind.PUT, [[b"k"], [1.5], []], "Expected `int`, got `float`"),
         (Kind.PUT, [[b"k"], [1], [0]], "Expected `bool`, got `int`"),
         (Kind.PUT, [[b"k"], [1], [False, False, False, False, -1]], ">= 0"),
-        (Kind.PUT, [[b"k"], [1], [False, False, False, False, 0, 1]], "at most length 5"),
+        (Kind.PUT, [[b"k"], [1], [False, False, False, False, 0, 1, 1]], "at most length 6"),
         (Kind.VALUES, [b"", [-1], []], ">= 0"),
         (Kind.VALUES, [b"", [1], [-1]], ">= 0"),
         (Kind.SCAN, [[], b"", b"", 1], "length >= 1"),
