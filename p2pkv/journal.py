@@ -89,6 +89,8 @@ class Journal:
     def __init__(self, store: Store, sessions: Sessions, clock: Callable[[], int]) -> None:
         self.replicas: Replicas
         """To be set before use; each needs the other."""
+        self.wake: Callable[[], object] = lambda: None
+        """Called when there is something to be sent to the other copies."""
         self.store = store
         self.sessions = sessions
         self._clock = clock
@@ -123,6 +125,7 @@ class Journal:
         if outcome is not None:
             outcome.expect()
             tickets.append((outcome, at, status))
+        self.wake()
         entry = self.replicas.submit(bucket, op, staged, tickets)
         self._staged[bucket, op.key] = entry
         return entry
@@ -280,6 +283,7 @@ class Journal:
             op = Op(kind, key, ttl_ms=ttl_ms, extra=owner)
             outcome.expect()
             self.replicas.submit(bucket, op, _DONE, [(outcome, at, _OK)])
+            self.wake()
 
     # -- evictions
 

@@ -37,7 +37,7 @@ from p2pkv.membership import Contacts, Heartbeat
 from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
 from p2pkv.payload import FRAMES, STREAM
-from p2pkv.planner import Planner, holders, registered
+from p2pkv.planner import Planner, PlannerLimits, holders, registered
 from p2pkv.records import BucketChange, Meta, NodeRecord
 from p2pkv.replicas import Pace, Replicas
 from p2pkv.replication import Settings, Timing
@@ -284,7 +284,8 @@ class Node:
             config, journal, self._learning, self._ownership, self._driver, talker, self._mover,
             self._authority_of(), self._random,
         )  # fmt: skip
-        self._planner = Planner()
+        journal.wake = self._replicator.wake
+        self._planner = Planner(PlannerLimits(rebuild_delay_s=config.rebuild_delay_s))
         self._plan_wanted = asyncio.Event()
         self._ownership.on_change = self._on_ring_change
         self._ownership.on_news = lambda news: self._replicas.adopt(news, clock.monotonic())
@@ -456,10 +457,7 @@ class Node:
     def _handle(self, session: Session, kind: int, request: int, body: Any,
                 frames: Sequence[wire.Buffer], now: int) -> Response | Deferred:  # fmt: skip
         try:
-            response = self._handlers.handle(session, kind, request, body, frames, now)
-            if self._replicas.has_unsent:
-                self._replicator.wake()
-            return response
+            return self._handlers.handle(session, kind, request, body, frames, now)
         except Exception:
             log.exception("a request of kind %s failed", Kind(kind).name)
             return self._handlers.refuse(

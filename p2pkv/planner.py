@@ -62,13 +62,17 @@ class PlannerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The same for one node, as source and as target."""
     settle_s: float = 0.5
     """A change of the nodes is acted upon so much later: others may come or go with it."""
+    rebuild_delay_s: float = 10.0
+    """A node that is gone keeps its place for so long, where there are other copies: it may be
+    back, and what it held need not be copied all over the cluster."""
 
     def __post_init__(self) -> None:
         for field in ("moves_in_flight", "moves_per_node"):
             if getattr(self, field) < 1:
                 raise InvalidArgument(f"{field} = {getattr(self, field)}: must be at least 1")
-        if self.settle_s < 0:
-            raise InvalidArgument(f"settle_s = {self.settle_s}: must not be negative")
+        for field in ("settle_s", "rebuild_delay_s"):
+            if getattr(self, field) < 0:
+                raise InvalidArgument(f"{field} = {getattr(self, field)}: must not be negative")
 
 
 class _Inputs(msgspec.Struct, frozen=True):
@@ -89,6 +93,9 @@ class Planner:
     def __init__(self, limits: PlannerLimits | None = None) -> None:
         self.limits = limits or PlannerLimits()
         self._settle_ns = seconds(self.limits.settle_s)
+        self._rebuild_ns = seconds(self.limits.rebuild_delay_s)
+        self._gone_since: dict[NodeId, int] = {}
+        """Nodes that ought to hold copies and are not there."""
         self._inputs: _Inputs | None = None
         self._changed_ns: int | None = None
         self._target: Table = ()
@@ -111,13 +118,24 @@ class Planner:
         if view.meta is None:
             return []
         members = {m.node: m for m in registered(view) & set(live)}
-        self._replan(view, members, now)
-        return _Round(self, view, members, set(live), set(lost)).changes()
+        expected = self._expected_back(view, members, now)
+        if not expected:
+            self._replan(view, members, now)
+        return _Round(self, view, members, set(live), set(lost), expected).changes()
 
     @property
     def pending(self) -> bool:
         """Whether a change of the nodes waits for ``settle_s`` to pass."""
         return self._changed_ns is not None
+
+    def _expected_back(self, view: View, members: dict[NodeId, Member], now: int) -> set[NodeId]:
+        """Nodes that are gone for less than ``rebuild_delay_s``, if there are other copies."""
+        if view.meta is None or view.meta.replication_factor == 1:
+            return set()
+        named = {node for v in view.buckets.values() for node in v.record.assigned}
+        since = self._gone_since
+        self._gone_since = {node: since.get(node, now) for node in named - members.keys()}
+        return {n for n, at in self._gone_since.items() if now - at < self._rebuild_ns}
 
     def _replan(self, view: View, members: dict[NodeId, Member], now: int) -> None:
         inputs = _inputs(view, members)
@@ -168,6 +186,7 @@ class _Round:
         members: dict[NodeId, Member],
         live: set[Member],
         lost: set[Member],
+        expected: set[NodeId],
     ) -> None:
         self.limits = planner.limits
         self.target = planner.target
@@ -177,6 +196,8 @@ class _Round:
         self.takers = {
             n for n in members if view.nodes[n].weight > 0 and not view.nodes[n].draining
         }
+        self.expected = expected
+        """Not there at the moment: what they are to hold waits for them."""
         self.live = live
         self.gone = {m for m in holders(view) if _superseded(view, m)} | lost
         self.moves = 0
@@ -234,7 +255,7 @@ class _Round:
 
     def _redirected(self, record: BucketRecord, wanted: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
         """A move goes on while its targets are there; else to the new ones, or it is called off."""
-        if self.takers.issuperset(_incoming(record, record.assigned)):
+        if self.takers.issuperset(_incoming(record, record.assigned) - self.expected):
             return record.assigned
         self._count(record, record.assigned, -1)
         if not self._affordable(record, wanted):
@@ -254,7 +275,7 @@ class _Round:
         )
 
     def _count(self, record: BucketRecord, assigned: tuple[NodeId, ...], by: int) -> None:
-        if _in_flight(record, assigned):
+        if _in_flight(record, assigned) and self.expected.isdisjoint(assigned):
             self.moves += by
             self.sources[record.primary.node] += by
             for node in _incoming(record, assigned):

@@ -401,6 +401,7 @@ class Replicas:
     def _promote(self, now: int) -> None:
         for replica in self.by_bucket.values():
             if replica.synced and not replica.tenure and replica.may_promote(now, self.dead):
+                assert replica.record is not None
                 self.promotions += 1
                 log.info("bucket %d: taking over from %s", replica.bucket, replica.record.primary)
                 replica.promote()

@@ -16,7 +16,7 @@ from p2pkv.planner import Planner, PlannerLimits
 from p2pkv.records import BucketChange, BucketRecord, Meta, NodeRecord, Versioned, View
 from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
 
-AT_ONCE = PlannerLimits(settle_s=0, moves_in_flight=4, moves_per_node=2)
+AT_ONCE = PlannerLimits(settle_s=0, rebuild_delay_s=0, moves_in_flight=4, moves_per_node=2)
 
 
 class Cluster:

@@ -76,11 +76,13 @@ class LocalCluster:
         memory_bytes: int,
         bucket_count: int,
         endpoints: tuple[str, ...] = (),
+        replicas: int = 1,
     ) -> None:
         self.cluster = cluster
         self.count = nodes
         self.memory_bytes = memory_bytes
         self.bucket_count = bucket_count
+        self.replicas = replicas
         self.endpoints = endpoints
         self.nodes: list[NodeProcess] = []
         self._etcd: EtcdCluster | None = None
@@ -106,6 +108,7 @@ class LocalCluster:
             "--etcd-endpoints": ",".join(self.endpoints),
             "--memory-limit-bytes": str(self.memory_bytes),
             "--bucket-count": str(self.bucket_count),
+            "--replication-factor": str(self.replicas),
         }
         directory = state.directory(self.cluster)
         for number in range(1, self.count + 1):
@@ -147,7 +150,9 @@ class LocalCluster:
         total = view.meta.bucket_count if view.meta else 0
         alive = registered(view)
         settled = sum(
-            v.record.primary in alive and v.record.assigned[:1] == (v.record.primary.node,)
+            v.record.primary in alive
+            and v.record.assigned[:1] == (v.record.primary.node,)
+            and {m.node for m in v.record.in_sync}.issuperset(v.record.assigned)
             for v in view.buckets.values()
         )
         owners = {v.record.primary.node for v in view.buckets.values()}

@@ -30,7 +30,8 @@ ring = typer.Typer(no_args_is_help=True, help="Which node owns which buckets.")
 
 _FIGURES = (
     "buckets_owned",
-    "buckets_moving",
+    "buckets_backed_up",
+    "buckets_copying",
     "objects",
     "memory_used_bytes",
     "memory_limit_bytes",
@@ -104,7 +105,7 @@ def _print_status(cluster: str, nodes: list[dict[str, Any]], buckets: Any) -> No
     print(
         f"{buckets.total} buckets: {buckets.total - sum(troubles)} in place, "
         f"{buckets.moving} moving, {buckets.without_owner} without owner, "
-        f"{buckets.lost_owner} whose owner is gone"
+        f"{buckets.lost_owner} whose owner is gone, {buckets.short_of_copies} short of copies"
     )
 
 
@@ -117,7 +118,7 @@ def _row(node: dict[str, Any]) -> tuple[object, ...]:
         node["member"],
         node["endpoint"],
         "draining" if node["draining"] else state,
-        int(node["buckets_owned"]),
+        f"{int(node['buckets_owned'])}+{int(node['buckets_backed_up'])}",
         int(node["objects"]),
         f"{used} of {limit}",
         int(node["hits_total"]),

@@ -92,11 +92,14 @@ class Buckets(msgspec.Struct):
     """Owned by another node than the plan wants."""
     lost_owner: int = 0
     """Owned by a node that is not registered any more."""
+    short_of_copies: int = 0
+    """Served, with fewer copies than the cluster is to keep."""
 
 
 def count_buckets(view: View) -> Buckets:
     """How many buckets are not as they should be."""
     total = view.meta.bucket_count if view.meta else 0
+    factor = view.meta.replication_factor if view.meta else 1
     alive = registered(view)
     buckets = Buckets(total)
     for bucket in map(BucketId, range(total)):
@@ -107,6 +110,8 @@ def count_buckets(view: View) -> Buckets:
             buckets.lost_owner += 1
         elif moving(versioned.record):
             buckets.moving += 1
+        if versioned is not None and len(alive.intersection(versioned.record.in_sync)) < factor:
+            buckets.short_of_copies += 1
     return buckets
 
 

