@@ -22,6 +22,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from p2pkv import _native as native
 from p2pkv.errors import ConfigError, InvalidArgument
@@ -722,6 +723,61 @@ for use in (_native.require, lambda: _native.Pieces.sources([b""]), lambda: _nat
 
 def test_without_the_extension_the_module_imports_and_says_how_to_build_it() -> None:
     subprocess.run([sys.executable, "-c", MISSING], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("value", "checksum"),
+    [
+        (b"", 0x2D06800538D394C2),
+        (b"a", 0xE6C632B61E964E1F),
+        (b"abc", 0x78AF5F94892F3950),
+        (b"Nobody inspects the spammish repetition", 0x6CB00603B5CC47E9),
+    ],
+)
+def test_the_checksum_is_xxh3(value: bytes, checksum: int) -> None:
+    assert native.checksums([value], [len(value)]) == [checksum]
+
+
+LENGTHS = st.one_of(st.integers(0, 260), st.integers(0, 5000))
+
+
+@given(st.lists(LENGTHS, max_size=6), st.integers(1, 12), st.integers())
+@settings(max_examples=300)
+def test_checksums_are_those_of_the_reference_however_values_are_cut(
+    sizes: list[int], count: int, seed: int
+) -> None:
+    data = random.Random(seed).randbytes(sum(sizes))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    wanted = [xxh3_64_intdigest(data[a : a + n]) for a, n in zip(starts, sizes, strict=True)]
+    pieces, target = cut(data, count, seed), bytearray(len(data))
+    assert native.checksums(pieces, sizes) == wanted
+    assert native.checksums(pieces, sizes, portable=True) == wanted
+    assert native.copy_checksums(cut(target, count, ~seed), pieces, sizes) == wanted
+    assert target == data
+
+
+def test_every_length_up_to_two_blocks_has_its_checksum() -> None:
+    data = random.Random(1).randbytes(2200)
+    for size in range(len(data)):
+        wanted = [xxh3_64_intdigest(data[:size])]
+        assert native.checksums([data[:size]], [size]) == wanted, size
+        assert native.checksums([data[:size]], [size], portable=True) == wanted, size
+
+
+def test_a_copy_around_the_caches_has_the_same_checksum() -> None:
+    data, target = os.urandom(MIB + 77), bytearray(MIB + 77)
+    sums = native.copy_checksums([target], [data], [len(data)], streaming_min=1)
+    assert target == data
+    assert sums == [xxh3_64_intdigest(data)]
+
+
+def test_sizes_that_are_not_those_of_the_pieces_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="sizes of 4 bytes together, pieces of 3"):
+        native.checksums([b"abc"], [2, 2])
+    with pytest.raises(InvalidArgument, match="pieces of 3 and 3"):
+        native.copy_checksums([bytearray(3)], [b"abc"], [1])
+    with pytest.raises(InvalidArgument, match="sizes"):
+        native.checksums([b"abc"], [-3])
 
 
 def test_errors_are_put_in_words() -> None:

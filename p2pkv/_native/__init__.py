@@ -1,4 +1,4 @@
-"""Bulk bytes in native code: copies and sockets, one call per batch, without the GIL.
+"""Bulk bytes in native code: copies, checksums and sockets, one call per batch, without the GIL.
 
 ``available`` tells whether the extension was built. Where it was not, everything that uses it has
 a way by the standard library; ``require`` raises for those who want no other.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from errno import EFAULT, EINTR, ETIMEDOUT
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     Batch: TypeAlias = "Pieces | Sequence[Buffer]"
 
-ABI: Final = 1
+ABI: Final = 2
 CLOSED: Final = 4096
 """Error of a receive: the peer closed the connection before the end."""
 
@@ -184,6 +185,59 @@ def copy(
             if error == EFAULT
             else f"copy: targets of {into.nbytes} bytes, sources of {out_of.nbytes}"
         )
+
+
+def checksums(batch: Batch, sizes: Sequence[int], *, portable: bool = False) -> list[int]:
+    """XXH3 (64 bits) of each of the values, of these sizes, that the pieces hold in a row.
+
+    The pieces may be cut in any way. ``portable`` does without the processor's vector instructions.
+    Raises InvalidArgument if the sizes are not all that the pieces hold.
+    """
+    pieces = _sources(batch)
+    lengths, sums = _sizes(sizes), array("Q", bytes(8 * len(sizes)))
+    error = _lib.p2pkv_checksums(
+        pieces._address,
+        _ffi.from_buffer("uint64_t[]", lengths),
+        len(lengths),
+        _ffi.from_buffer("uint64_t[]", sums),
+        portable,
+    )
+    if error:
+        raise _refused("checksums", error, lengths, pieces)
+    return sums.tolist()
+
+
+def copy_checksums(
+    targets: Batch, sources: Batch, sizes: Sequence[int], *, streaming_min: int = STREAMING_MIN
+) -> list[int]:
+    """``copy`` by one thread, and ``checksums`` of what the sources hold, in one pass."""
+    into, out_of = _targets(targets), _sources(sources)
+    lengths, sums = _sizes(sizes), array("Q", bytes(8 * len(sizes)))
+    error = _lib.p2pkv_copy_checksums(
+        into._address,
+        out_of._address,
+        _ffi.from_buffer("uint64_t[]", lengths),
+        len(lengths),
+        _ffi.from_buffer("uint64_t[]", sums),
+        streaming_min,
+    )
+    if error:
+        raise _refused("copy_checksums", error, lengths, into, out_of)
+    return sums.tolist()
+
+
+def _sizes(sizes: Sequence[int]) -> array[int]:
+    try:
+        return array("Q", sizes)
+    except (TypeError, OverflowError) as e:
+        raise InvalidArgument(f"sizes: {e}") from e
+
+
+def _refused(what: str, error: int, sizes: array[int], *batches: Pieces) -> InvalidArgument:
+    if error == EFAULT:
+        return InvalidArgument(f"{what}: an address is 0")
+    held = " and ".join(str(pieces.nbytes) for pieces in batches)
+    return InvalidArgument(f"{what}: sizes of {sum(sizes)} bytes together, pieces of {held}")
 
 
 def send_all(

@@ -12,7 +12,7 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).parent
-SOURCES = ["copy.c", "socket.c", "python_pieces.c"]
+SOURCES = ["copy.c", "checksum.c", "socket.c", "python_pieces.c"]
 HEADERS = ["api.h", "native.h"]
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 # cffi's own code is generated: what it leaves unused is not ours to mend.

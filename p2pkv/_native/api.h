@@ -8,7 +8,7 @@
  */
 
 enum {
-    P2PKV_ABI = 1,       /* raised with every change of this file or of the pieces' layout */
+    P2PKV_ABI = 2,       /* raised with every change of this file or of the pieces' layout */
     P2PKV_CLOSED = 4096, /* the peer closed its side in good order before the end */
     P2PKV_PREFIX = 12    /* bytes before a head: u32 head length, u64 payload length */
 };
@@ -32,6 +32,17 @@ typedef struct {
  * EFAULT for a null address. From `streaming_min` bytes on the stores go around the caches. At most
  * `threads` threads, fewer for small totals. Nothing is written when an error is returned. */
 int p2pkv_copy(uintptr_t targets, uintptr_t sources, int threads, uint64_t streaming_min);
+
+/* XXH3 (64 bits) of each of `n` values of these sizes, which the pieces hold one after the other,
+ * however they are cut. EINVAL unless the sizes' total is that of the pieces, EFAULT as above.
+ * `portable`: without the processor's vector instructions. */
+int p2pkv_checksums(uintptr_t values, const uint64_t *sizes, size_t n, uint64_t *sums,
+                    int portable);
+
+/* Copies and sums in one pass, a piece at a time while it is in the cache; sizes are of the
+ * sources' values. By one thread. */
+int p2pkv_copy_checksums(uintptr_t targets, uintptr_t sources, const uint64_t *sizes, size_t n,
+                         uint64_t *sums, uint64_t streaming_min);
 
 /* The whole of the pieces from byte `start` on, over a socket in either mode. EINTR is returned
  * with what was done, so that the caller can see to its signals and go on from there. On a blocking

@@ -42,7 +42,7 @@ static void copy_streaming(char *target, const char *source, size_t n) {
 }
 
 /* Streaming stores are not ordered with those that follow: with the one that says "ready". */
-static void copy_fence(void) {
+void p2pkv_copy_fence(void) {
     _mm_sfence();
 }
 #else
@@ -50,8 +50,15 @@ static void copy_streaming(char *target, const char *source, size_t n) {
     memcpy(target, source, n);
 }
 
-static void copy_fence(void) {}
+void p2pkv_copy_fence(void) {}
 #endif
+
+void p2pkv_copy_run(char *target, const char *source, size_t n, int streaming) {
+    if (streaming && n >= STREAMING_PIECE_MIN)
+        copy_streaming(target, source, n);
+    else
+        memcpy(target, source, n);
+}
 
 static void copy_share(const struct share *share) {
     struct p2pkv_cursor to = {0, 0}, from = {0, 0};
@@ -67,16 +74,13 @@ static void copy_share(const struct share *share) {
             n = (size_t)left;
         char *into = (char *)target->iov_base + to.offset;
         const char *out_of = (const char *)source->iov_base + from.offset;
-        if (share->streaming && n >= STREAMING_PIECE_MIN)
-            copy_streaming(into, out_of, n);
-        else
-            memcpy(into, out_of, n);
+        p2pkv_copy_run(into, out_of, n, share->streaming);
         p2pkv_advance(share->targets, &to, n);
         p2pkv_advance(share->sources, &from, n);
         left -= n;
     }
     if (share->streaming)
-        copy_fence();
+        p2pkv_copy_fence();
 }
 
 static void *copy_thread(void *share) {
@@ -119,7 +123,7 @@ static void copy_by_threads(const struct share *whole, int threads) {
     }
 }
 
-static int has_null(const struct p2pkv_pieces *pieces) {
+int p2pkv_has_null(const struct p2pkv_pieces *pieces) {
     for (size_t i = 0; i < pieces->count; i++)
         if (pieces->iov[i].iov_base == NULL && pieces->iov[i].iov_len > 0)
             return 1;
@@ -137,7 +141,7 @@ int p2pkv_copy(uintptr_t targets, uintptr_t sources, int threads, uint64_t strea
     const struct p2pkv_pieces *to = (const void *)targets, *from = (const void *)sources;
     if (to->bytes != from->bytes)
         return EINVAL;
-    if (has_null(to) || has_null(from))
+    if (p2pkv_has_null(to) || p2pkv_has_null(from))
         return EFAULT;
     struct share whole = {to, from, 0, to->bytes, to->bytes >= streaming_min};
     threads = useful_threads(whole.bytes, threads);

@@ -36,4 +36,9 @@ static inline void p2pkv_advance(const struct p2pkv_pieces *pieces, struct p2pkv
     }
 }
 
+/* Parts of p2pkv_copy. */
+int p2pkv_has_null(const struct p2pkv_pieces *pieces);
+void p2pkv_copy_run(char *target, const char *source, size_t n, int streaming);
+void p2pkv_copy_fence(void);
+
 #endif
