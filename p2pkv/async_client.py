@@ -41,8 +41,11 @@ class AsyncClient(AsyncTensorCalls):
         etcd: EtcdConfig | None = None,
         path: str = "auto",
         near_cache_bytes: int = 0,
+        checksums: str = "demand",
     ) -> None:
-        config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd, path=path)
+        config = client_config(
+            etcd_endpoints, seeds, cluster, timeout, etcd, path=path, checksums=checksums
+        )
         router = Router()
         self._setup(config, router, AsyncDriver(config, router), near_cache_bytes)
 
@@ -232,6 +235,12 @@ class AsyncClient(AsyncTensorCalls):
     async def stats(self, *, timeout: float | None = None) -> dict[str, wire.NodeStats]:
         """See ``Client.stats``."""
         return await self._driver.run(self._ops.stats(timeout))
+
+    async def scrub(
+        self, nodes: Iterable[str] = (), *, bytes_per_s: int = 0, timeout: float | None = None
+    ) -> dict[str, wire.Scrubbed]:
+        """See ``Client.scrub``."""
+        return await self._driver.run(self._ops.scrub(list(nodes), bytes_per_s, timeout))
 
     # -- memory by address
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from p2pkv import wire
+from p2pkv.checksums import checksums_of
 from p2pkv.errors import OutOfRange, ProtocolError, TooLarge
 from p2pkv.keyed import Keyed
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts, cut, fill, flat, sizes_of
 from p2pkv.routing import Reply, Request
 from p2pkv.types import Member
-from p2pkv.wire import Kind, PutOptions, Status
+from p2pkv.wire import Checksums, Kind, PutOptions, Status
 
 T = TypeVar("T")
 
@@ -29,7 +33,7 @@ def expect(reply: Reply, kind: Kind) -> Any:
     return reply.body
 
 
-def _check_number(name: str, got: int, keys: int) -> None:
+def check_number(name: str, got: int, keys: int) -> None:
     if got != keys:
         raise ProtocolError(f"{got} {name} for {keys} keys")
 
@@ -38,7 +42,8 @@ class GetBatch(Keyed):
     """Values as bytes, or copied into targets; then the results are sizes.
 
     ``large`` are the items whose values are larger than a message, ``once`` those that are
-    write-once, where ``tell_once`` asked for it.
+    write-once, where ``tell_once`` asked for it, ``suspects`` those whose value was not what its
+    checksum says, where ``checksums`` asked for them; their results are errors.
     """
 
     kind = Kind.GET
@@ -50,18 +55,26 @@ class GetBatch(Keyed):
         copy: Copy,
         targets: Sequence[Parts] | None = None,
         tell_once: bool = False,
+        checksums: Checksums = Checksums.NONE,
     ) -> None:
         super().__init__(keys, buckets)
         self.copy = copy
+        self.checksums = checksums
         self.targets = targets
         self.rooms: Sequence[int] = () if targets is None else sizes_of(targets)
         """Bytes of each target."""
         self.tell_once = tell_once
         self.large: list[int] = []
         self.once: list[int] = []
+        self.suspects: list[int] = []
 
     def body(self, items: Sequence[int]) -> wire.Get:
-        return wire.Get(self.keys_of(items), self.tell_once, any_copy=self.any_copy)
+        return wire.Get(
+            self.keys_of(items),
+            self.tell_once,
+            any_copy=self.any_copy,
+            checksums=self.checksums,
+        )
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
         request = Request(to, Kind.GET, self.body(items))
@@ -71,7 +84,7 @@ class GetBatch(Keyed):
 
     def sink(self, items: Sequence[int], body: wire.Values) -> list[Parts]:
         """Where the values of an answer go; those that find no room go nowhere."""
-        _check_number("values", len(body.sizes), len(items))
+        check_number("values", len(body.sizes), len(items))
         targets, rooms = self.targets or (), self.rooms
         return [
             targets[i]
@@ -84,24 +97,58 @@ class GetBatch(Keyed):
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Values = expect(reply, Kind.VALUES)
-        _check_number("values", len(body.sizes), len(items))
+        check_number("values", len(body.sizes), len(items))
         if body.statuses:
-            _check_number("statuses", len(body.statuses), len(items))
+            check_number("statuses", len(body.statuses), len(items))
         self.check(items, body)
         done = items
         if body.statuses:
             done = [i for i, status in zip(items, body.statuses, strict=True) if not status]
+        values: Sequence[Any] = ()
         if reply.delivered:
-            self.take_sizes(done, _where_ok(body.sizes, body.statuses))
+            sizes = _where_ok(body.sizes, body.statuses)
+            self.take_sizes(done, sizes)
+            if body.checksums:
+                values = [self.where(i, size) for i, size in zip(done, sizes, strict=True)]
         elif reply.values is not None:
-            self.put_results(done, _where_ok(reply.values, body.statuses))
+            values = _where_ok(reply.values, body.statuses)
+            self.put_results(done, list(values))
         else:
             views = wire.placed(reply.frames, body.sizes, body.starts)
-            self.take_views(done, _where_ok(views, body.statuses))
+            values = _where_ok(views, body.statuses)
+            self.take_views(done, values)
         if body.once:
-            _check_number("marks", len(body.once), len(items))
+            check_number("marks", len(body.once), len(items))
             self.once += [i for i, once in zip(items, body.once, strict=True) if once]
-        return body.statuses
+        if not body.checksums:
+            return body.statuses
+        corrupt = self._corrupt(items, done, values, body, reply.sums)
+        return _with_corrupt(items, body.statuses, corrupt) if corrupt else body.statuses
+
+    def _corrupt(
+        self,
+        items: Sequence[int],
+        done: Sequence[int],
+        values: Sequence[Any],
+        body: wire.Values,
+        sums: Sequence[int],
+    ) -> set[int]:
+        """Those of ``done`` whose value is not what its checksum says."""
+        check_number("checksums", len(body.checksums), len(items))
+        wanted = dict(zip(items, body.checksums, strict=True))
+        found = dict(zip(items, sums, strict=True)) if sums else {}
+        to_sum = {
+            i: value if isinstance(value, (memoryview, tuple)) else memoryview(value)
+            for i, value in zip(done, values, strict=True)
+            if wanted[i] and not found.get(i) and value is not None
+        }
+        found.update(zip(to_sum, checksums_of(list(to_sum.values())), strict=True))
+        return {i for i in done if wanted[i] and found.get(i, wanted[i]) != wanted[i]}
+
+    def where(self, item: int, size: int) -> Parts | None:
+        """Where a delivered value is; None: nowhere, as there was no room for it."""
+        target, room = (self.targets or ())[item], self.rooms[item]
+        return None if size > room else cut(target, 0, size)
 
     def check(self, items: Sequence[int], body: wire.Values) -> None:
         """Raises ProtocolError for an answer to something else than what was asked."""
@@ -135,6 +182,8 @@ class GetBatch(Keyed):
             self.large.append(item)
         elif status != Status.MISS:
             super().settle(item, status)
+            if status == Status.CORRUPT:
+                self.suspects.append(item)
 
 
 class GetRanges(GetBatch):
@@ -161,7 +210,7 @@ class GetRanges(GetBatch):
 
     def check(self, items: Sequence[int], body: wire.Values) -> None:
         totals = body.totals
-        _check_number("sizes of values", len(totals), len(items))
+        check_number("sizes of values", len(totals), len(items))
         statuses = body.statuses or bytes(len(items))
         for i, status, size, total in zip(items, statuses, body.sizes, totals, strict=True):
             start, length = self.starts[i], self.lengths[i]
@@ -187,15 +236,21 @@ class GetFresh(GetBatch):
     """Values in memory that ``make`` gives once their size is known: the results."""
 
     def __init__(
-        self, keys: Sequence[bytes], buckets: Sequence[int], copy: Copy, make: Make, size_max: int
+        self,
+        keys: Sequence[bytes],
+        buckets: Sequence[int],
+        copy: Copy,
+        make: Make,
+        size_max: int,
+        checksums: Checksums = Checksums.NONE,
     ) -> None:
-        super().__init__(keys, buckets, copy, ())
+        super().__init__(keys, buckets, copy, (), checksums=checksums)
         self.make = make
         self.size_max = size_max
         self.made: dict[int, memoryview] = {}
 
     def sink(self, items: Sequence[int], body: wire.Values) -> list[Parts]:
-        _check_number("values", len(body.sizes), len(items))
+        check_number("values", len(body.sizes), len(items))
         statuses = body.statuses or bytes(len(items))
         for i, status, size in zip(items, statuses, body.sizes, strict=True):
             self.made[i] = self._memory(0 if status else size)
@@ -214,11 +269,21 @@ class GetFresh(GetBatch):
     def take_sizes(self, items: Sequence[int], sizes: Sequence[int]) -> None:
         self.put_results(items, [self.made[i] for i in items])
 
+    def where(self, item: int, size: int) -> Parts | None:
+        return self.made[item]
+
 
 def _where_ok(values: Sequence[T], statuses: bytes) -> list[T]:
     if not statuses:
         return list(values)
     return [v for v, status in zip(values, statuses, strict=True) if not status]
+
+
+def _with_corrupt(items: Sequence[int], statuses: bytes, corrupt: set[int]) -> bytes:
+    before = statuses or bytes(len(items))
+    return bytes(
+        [Status.CORRUPT if i in corrupt else s for i, s in zip(items, before, strict=True)]
+    )
 
 
 def no_room(key: bytes, size: int, room: int) -> TooLarge:
@@ -246,25 +311,33 @@ class PutBatch(Keyed):
         buckets: Sequence[int],
         values: Sequence[Parts],
         options: PutOptions,
+        checksums: bool = False,
     ) -> None:
         super().__init__(keys, buckets)
         self.values = values
         self.sizes: list[int] = sizes_of(values)
         self.options = options
         self.repeatable = options.write_once and not options.if_absent
+        self.checksums = checksums
+        self.corrupt: list[int] = []
+        """Items that did not arrive as they were sent, and were not stored."""
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
         keys, sizes, values = self.keys, self.sizes, self.values
         if len(items) == len(keys):
             body = wire.Put(list(keys), list(sizes), self.options)
-            return Request(to, Kind.PUT, body, _payload(values))
-        body = wire.Put(self.keys_of(items), [sizes[i] for i in items], self.options)
-        return Request(to, Kind.PUT, body, _payload([values[i] for i in items]))
+        else:
+            values = [values[i] for i in items]
+            body = wire.Put(self.keys_of(items), [sizes[i] for i in items], self.options)
+        request = Request(to, Kind.PUT, body, _payload(values))
+        if self.checksums:
+            request.seal = partial(_seal, request, values)
+        return request
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = expect(reply, Kind.STATUSES)
         if body.copies:
-            _check_number("numbers of copies", len(body.copies), len(items))
+            check_number("numbers of copies", len(body.copies), len(items))
         self.put_results(items, list(body.copies) or [1] * len(items))
         return body.statuses
 
@@ -273,6 +346,13 @@ class PutBatch(Keyed):
             self.results[item] = 0
         else:
             super().settle(item, status)
+            if status == Status.CORRUPT and self.checksums:
+                self.corrupt.append(item)
+
+
+def _seal(request: Request, values: Sequence[Parts]) -> None:
+    request.seal = None
+    request.body = msgspec.structs.replace(request.body, checksums=checksums_of(values))
 
 
 def _payload(values: Sequence[Parts]) -> list[memoryview]:
@@ -301,7 +381,7 @@ class FlagBatch(Keyed):
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = expect(reply, Kind.STATUSES)
         statuses = body.statuses or bytes(len(items))
-        _check_number("statuses", len(statuses), len(items))
+        check_number("statuses", len(statuses), len(items))
         self.put_results(items, [not status for status in statuses])
         return statuses if statuses.strip(_HIT_OR_MISS) else b""
 
@@ -320,13 +400,17 @@ class CommitOne(Keyed):
     mutating = True
     bound = True
 
-    def __init__(self, key: bytes, bucket: int, owner: Member, allocation: int) -> None:
+    def __init__(
+        self, key: bytes, bucket: int, owner: Member, allocation: int, checksum: int = 0
+    ) -> None:
         super().__init__([key], [bucket])
         self.owner = owner
         self.allocation = allocation
+        self.checksums = [checksum] if checksum else []
 
     def request(self, to: Member, items: Sequence[int]) -> Request:
-        return Request(self.owner, Kind.COMMIT, wire.Commit([self.allocation]))
+        body = wire.Commit([self.allocation], False, self.checksums)
+        return Request(self.owner, Kind.COMMIT, body)
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = expect(reply, Kind.STATUSES)

@@ -15,7 +15,7 @@ from p2pkv import _native
 from p2pkv.parts import Parts, flat, sizes_of
 from p2pkv.wire import Checksums
 
-WRITING = frozenset({"always", "remote", "demand"})
+WRITING = frozenset({"always", "remote"})
 """Policies of a client that gives a checksum with each value it puts."""
 
 READING = {"always": Checksums.ALL, "remote": Checksums.SENT}

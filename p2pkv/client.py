@@ -58,7 +58,8 @@ class Client(TensorCalls):
     been done; ForkedClient in a forked process. Batch calls raise BatchError, whose ``results``
     hold each key's outcome.
 
-    ``path``: how bytes travel (see ``ClientConfig``). ``near_cache_bytes`` keeps values that were
+    ``path``: how bytes travel; ``checksums``: when values are compared with their checksums (see
+    ``ClientConfig``), which raises CorruptValue. ``near_cache_bytes`` keeps values that were
     put with ``write_once`` in this process.
     """
 
@@ -72,8 +73,11 @@ class Client(TensorCalls):
         etcd: EtcdConfig | None = None,
         path: str = "auto",
         near_cache_bytes: int = 0,
+        checksums: str = "demand",
     ) -> None:
-        config = client_config(etcd_endpoints, seeds, cluster, timeout, etcd, path=path)
+        config = client_config(
+            etcd_endpoints, seeds, cluster, timeout, etcd, path=path, checksums=checksums
+        )
         router = Router()
         self._setup(config, router, SocketDriver(config, router), near_cache_bytes)
 
@@ -298,6 +302,17 @@ class Client(TensorCalls):
     def stats(self, *, timeout: float | None = None) -> dict[str, wire.NodeStats]:
         """What each node says of itself, by ``node@boot``."""
         return self._driver.run(self._ops.stats(timeout))
+
+    def scrub(
+        self, nodes: Iterable[str] = (), *, bytes_per_s: int = 0, timeout: float | None = None
+    ) -> dict[str, wire.Scrubbed]:
+        """Let nodes (by id; default: all) compare their objects with their checksums.
+
+        What differs is dropped and counted. Returns at once, with how far each is, by
+        ``node@boot``; ``bytes_per_s`` 0 only asks. One that is under way goes on as it began.
+        Raises InvalidArgument for a node that is not there.
+        """
+        return self._driver.run(self._ops.scrub(list(nodes), bytes_per_s, timeout))
 
     # -- memory by address
 

@@ -27,6 +27,7 @@ Name = Annotated[str, Limit(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Positive = Annotated[float, Limit(gt=0, lt=1e6)]
 """Seconds; under 12 days, so that a deadline is always a number of nanoseconds."""
 Bytes = Annotated[int, Limit(ge=0)]
+Policy = Annotated[str, Limit(pattern="^(always|remote|demand|never)$")]
 Port = Annotated[int, Limit(ge=0, le=65535)]
 
 
@@ -139,6 +140,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sessions_max: Annotated[int, Limit(ge=1)] = 4096
     """Clients, and threads of clients, at the same time."""
 
+    # -- checksums
+    checksums: Policy = "demand"
+    """Which values are compared with their checksums as they arrive, by a put or with a bucket that
+    moves. ``always``: all. ``remote``: not those that a client wrote through shared memory.
+    ``demand``, ``never``: none. With ``never``, ``p2pkv scrub`` gives no checksums to objects that
+    have none."""
+
     # -- moving buckets
     moves_max: Annotated[int, Limit(ge=1, le=64)] = 2
     """Buckets that one node hands over at the same time."""
@@ -214,6 +222,10 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     read: Annotated[str, Limit(pattern="^(any|primary)$")] = "any"
     """Who may answer a get when a bucket's primary does not: ``any`` of its copies, with what was
     put ``write_once``, whose content cannot differ; or nobody but the ``primary``."""
+    checksums: Policy = "demand"
+    """``always``: puts give checksums, reads of whole values compare them. ``remote``: those
+    through shared memory compare nothing. ``demand``, ``never``: neither; the nodes make and
+    compare checksums when they are asked to (``p2pkv scrub``)."""
     connections_max: Annotated[int, Limit(ge=1, le=1024)] = 64
     """Threads that may use one Client at the same time; more wait for their turn."""
 

@@ -107,7 +107,16 @@ class QuotaExceeded(OutOfMemory):
 
 
 class CorruptValue(P2PKVError):
-    """The stored bytes are not those that were written."""
+    """The bytes are not those that were written. None of them are returned; what is left in a
+    buffer of the caller's is not the value.
+
+    ``key``, and ``place``: the node with bucket and offset in its arena, or the way from it.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.key: bytes = args[1] if len(args) > 1 else b""
+        self.place: str = args[2] if len(args) > 2 else ""
 
 
 class Conflict(P2PKVError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from p2pkv import ring, wire
+from p2pkv.checksums import checksums_of
 from p2pkv.clock import MILLISECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
@@ -21,7 +22,7 @@ from p2pkv.replicated import OpKind
 from p2pkv.sessions import ALLOCS_MAX, TOKENS_MAX, Deferred, Response, Session, Sessions
 from p2pkv.store import Store
 from p2pkv.types import Member
-from p2pkv.wire import Fault, Kind, Status
+from p2pkv.wire import Checksums, Fault, Kind, Status
 
 Frames = Sequence[wire.Buffer]
 
@@ -34,8 +35,9 @@ _MISS = bytes([Status.MISS])
 class Handlers:
     """The operations of a node on its store.
 
-    ``may_serve(now)`` is the self-fence rule, asked at every request. ``extra`` answers the kinds
-    that concern the node as a whole. An answer that other nodes have a say in is a ``Deferred``.
+    ``may_serve(now)`` is the self-fence rule, asked at every request. ``arriving`` says which
+    values are compared with their checksums before they are kept. ``extra`` answers the kinds that
+    concern the node as a whole. An answer that other nodes have a say in is a ``Deferred``.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Handlers:
         bucket_count: int,
         may_serve: Callable[[int], bool],
         extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response]],
+        arriving: Checksums = Checksums.NONE,
     ) -> None:
         self.member = member
         self.journal = journal
@@ -57,6 +60,9 @@ class Handlers:
         self.may_serve = may_serve
         self.primary = self.replicas.served
         self.requests: dict[int, int] = {}
+        self.arriving = arriving
+        self.corrupt_arrivals = 0
+        """Values that did not arrive as they were sent."""
         self.refused = 0
         self._kinds: dict[int, Callable[[Session, Any, Frames, int], Response | Deferred]] = {
             Kind.GET: self._get,
@@ -77,6 +83,7 @@ class Handlers:
             Kind.UNPIN: self._unpin,
             Kind.EXPIRE: self._expire,
             Kind.REPLICATE: self._replicate,
+            Kind.CHECK: self._check,
             Kind.PING: lambda *_: (Kind.PONG, wire.Empty(), ()),
         }
         for kind, handler in extra.items():
@@ -167,7 +174,7 @@ class Handlers:
         if starts != lengths or starts not in (0, len(body.keys)):
             raise ProtocolError(f"{starts} starts, {lengths} lengths for {len(body.keys)} keys")
         if len(body.keys) == 1 and not (starts or body.tell_once):
-            response = self._get_small(body.keys[0], now)
+            response = self._get_small(body.keys[0], body.checksums, now)
             if response is not None:
                 return response
         buckets, refused = self._admit(body.keys, now)
@@ -202,7 +209,7 @@ class Handlers:
                 self.store.use(item)
         return found, bytes(statuses) if any(statuses) else b""
 
-    def _get_small(self, key: bytes, now: int) -> Response | None:
+    def _get_small(self, key: bytes, checksums: int, now: int) -> Response | None:
         """The value of one key, copied, where that is all there is to it; else None."""
         bucket = ring.bucket_of(key, self.bucket_count)
         if bucket not in self.primary or not self._all_readable(now):
@@ -211,7 +218,8 @@ class Handlers:
         if item is None or not 0 < item.size < LOCATE_MIN:
             return None
         self.store.use(item)
-        values = wire.Values(b"", [item.size], [])
+        sums = [item.checksum or 0] if checksums else []
+        values = wire.Values(b"", [item.size], [], checksums=sums)
         return Kind.VALUES, values, (bytes(self.store.value(item)),)
 
     def _values(
@@ -233,14 +241,18 @@ class Handlers:
             sizes = [item.size for item in there]
             once = self._once(there) if body.tell_once else b""
             starts = [] if payload.packed else payload.starts
-            return Kind.VALUES, wire.Values(b"", sizes, starts, once), payload.finish()
+            sums = _sums_of(there) if body.checksums else []
+            values = wire.Values(b"", sizes, starts, once, checksums=sums)
+            return Kind.VALUES, values, payload.finish()
         statuses = self._statuses_within(found, refused, bound)
         sent = [item if not s else None for item, s in zip(found, statuses, strict=True)]
         payload.add_all([item for item in sent if item is not None])
         starts = [] if payload.packed else _with_gaps(payload.starts, sent)
         sizes = [0 if item is None else item.size for item in sent]
         once = self._once(sent) if body.tell_once else b""
-        return Kind.VALUES, wire.Values(bytes(statuses), sizes, starts, once), payload.finish()
+        sums = _sums_of(sent) if body.checksums else []
+        values = wire.Values(bytes(statuses), sizes, starts, once, checksums=sums)
+        return Kind.VALUES, values, payload.finish()
 
     def _located(
         self, session: Session, found: Sequence[Object | None], body: wire.Get, refused: bytes
@@ -261,7 +273,9 @@ class Handlers:
         sizes = [0 if item is None else item.size for item in kept]
         once = self._once(kept) if body.tell_once else b""
         status = bytes(statuses) if any(statuses) else b""
-        values = wire.Values(status, sizes, starts, once, offsets, versions)
+        told = kept if body.checksums == Checksums.ALL else sent
+        sums = _sums_of(told) if body.checksums else []
+        values = wire.Values(status, sizes, starts, once, offsets, versions, checksums=sums)
         return Kind.VALUES, values, payload.finish()
 
     def _ranges(
@@ -345,18 +359,18 @@ class Handlers:
     def _open(self, session: Session, body: wire.Open, frames: Frames, now: int) -> Response:
         if len(session.tokens) + len(body.keys) > TOKENS_MAX:
             raise ProtocolError(f"more than {TOKENS_MAX} open objects in one session")
-        ids, sizes = [0] * len(body.keys), [0] * len(body.keys)
+        ids, sizes, sums = [0] * len(body.keys), [0] * len(body.keys), [0] * len(body.keys)
 
         def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
             found = self.store.get_batch(buckets, keys, now)
             there = [(i, o) for i, o in zip(items, found, strict=True) if o is not None]
             opened = self.sessions.open(session, [o for _, o in there], now)
             for (i, item), id in zip(there, opened, strict=True):
-                ids[i], sizes[i] = id, item.size
+                ids[i], sizes[i], sums[i] = id, item.size, item.checksum or 0
             return [Status.OK if o is not None else Status.MISS for o in found]
 
         _, statuses, _ = self._each(body.keys, now, run)
-        return Kind.OPENED, wire.Opened(statuses.statuses, ids, sizes), ()
+        return Kind.OPENED, wire.Opened(statuses.statuses, ids, sizes, sums), ()
 
     def _read(self, session: Session, body: wire.Read, frames: Frames, now: int) -> Response:
         token = self.sessions.touch_token(session, body.token, now)
@@ -398,13 +412,28 @@ class Handlers:
         self, session: Session, body: wire.Put, frames: Frames, now: int
     ) -> Response | Deferred:
         values = self._values_of(body, frames)
+        sums = body.checksums
+        corrupt: set[int] = set()
+        if sums and self.arriving:
+            real = checksums_of(values)
+            corrupt = {i for i, (a, b) in enumerate(zip(sums, real, strict=True)) if a and a != b}
+            self.corrupt_arrivals += len(corrupt)
 
         def put(
             buckets: Sequence[int], keys: Sequence[bytes], at: Sequence[int], outcome: Outcome
         ) -> None:
+            if corrupt:
+                for i in corrupt.intersection(at):
+                    outcome.set(i, Status.CORRUPT)
+                good = [n for n, i in enumerate(at) if i not in corrupt]
+                buckets, keys = [buckets[n] for n in good], [keys[n] for n in good]
+                at = [at[n] for n in good]
             chosen = values if len(at) == len(values) else [values[i] for i in at]
+            chosen_sums = [sums[i] for i in at] if sums else None
             if self.replicas.shared.isdisjoint(buckets):
-                statuses = self.store.put_batch(buckets, keys, chosen, body.options, now)
+                statuses = self.store.put_batch(
+                    buckets, keys, chosen, body.options, now, checksums=chosen_sums
+                )
                 for i, status in zip(at, statuses, strict=True):
                     outcome.set(i, status, 0 if status else 1)
                 return
@@ -413,6 +442,7 @@ class Handlers:
             for item, value in zip(made, chosen, strict=True):
                 if isinstance(item, Object):
                     self.store.write(item.offset, value)
+            _note_sums(made, chosen_sums or ())
             self.put_made(made, at, outcome, now)
 
         return self._change(body.keys, now, put, body.options.min_replicas)
@@ -439,6 +469,7 @@ class Handlers:
     def _values_of(self, body: wire.Put, frames: Frames) -> list[Parts]:
         if len(body.sizes) != len(body.keys):
             raise ProtocolError(f"{len(body.sizes)} values for {len(body.keys)} keys")
+        _check_sums(body.checksums, len(body.keys))
         values = wire.gathered(frames, body.sizes)
         self._check_sizes(body.sizes)
         return values
@@ -462,6 +493,7 @@ class Handlers:
             or 0 < request <= session.forgotten
             or len(body.sizes) != len(body.keys)
             or sum(body.sizes) != size
+            or len(body.checksums) not in (0, len(body.keys))
             or size > self.store.arena.size // 4
         ):
             return None
@@ -474,16 +506,34 @@ class Handlers:
             return None
         self.requests[Kind.PUT] = self.requests.get(Kind.PUT, 0) + 1
         made = self.store.allocate_batch(buckets, body.keys, body.sizes, body.options, now)
-        return Filling(self, session, request, made, body.sizes)
+        return Filling(self, session, request, made, body.sizes, body.checksums)
 
     def finish_put(
-        self, made: Sequence[Object | Status], required: int, now: int
+        self, made: Sequence[Object | Status], sums: Sequence[int], required: int, now: int
     ) -> Response | Deferred:
         """The answer of a put whose bytes have arrived."""
+        _note_sums(made, sums)
+        corrupt = self.corrupt_among(made, Checksums.SENT)
+        made = [Status.CORRUPT if item in corrupt else item for item in made]
         outcome = Outcome(len(made), _told, required)
         self.put_made(made, range(len(made)), outcome, now)
         result: Response | Deferred = outcome.result
         return result
+
+    def corrupt_among(
+        self, made: Sequence[Object | Status | None], least: Checksums
+    ) -> set[Object | Status | None]:
+        """Those whose bytes in the arena are not as sent, if the policy is at least ``least``.
+
+        Their allocations end here.
+        """
+        if self.arriving < least:
+            return set()
+        summed = [item for item in made if isinstance(item, Object) and item.checksum]
+        corrupt = self.store.differing(summed, [item.checksum for item in summed])
+        self.store.abort_batch(corrupt)
+        self.corrupt_arrivals += len(corrupt)
+        return set(corrupt)
 
     def _delete(
         self, session: Session, body: wire.Delete, frames: Frames, now: int
@@ -553,6 +603,7 @@ class Handlers:
     def _commit(
         self, session: Session, body: wire.Commit, frames: Frames, now: int
     ) -> Response | Deferred:
+        _check_sums(body.checksums, len(body.ids))
         outcome = Outcome(len(body.ids), _told)
         ready: list[int] = []
         items: list[Object] = []
@@ -570,6 +621,14 @@ class Handlers:
                 ready.append(i)
                 items.append(allocation.item)
                 outcome.required = max(outcome.required, allocation.item.options.min_replicas)
+        _note_sums(items, [body.checksums[i] for i in ready] if body.checksums else ())
+        corrupt = self.corrupt_among(items, Checksums.ALL if body.filled else Checksums.SENT)
+        if corrupt:
+            for i, item in zip(ready, items, strict=True):
+                if item in corrupt:
+                    outcome.set(i, Status.CORRUPT)
+            ready = [i for i, item in zip(ready, items, strict=True) if item not in corrupt]
+            items = [item for item in items if item not in corrupt]
         self.journal.put(items, ready, outcome, now)
         if session.shared:
             self.unshare(session.shared, body.ids)
@@ -586,6 +645,37 @@ class Handlers:
         if session.shared:
             self.unshare(session.shared, body.ids)
         return _statuses([Status.CONFLICT if a is None else Status.OK for a in dropped])
+
+    def _check(self, session: Session, body: wire.Check, frames: Frames, now: int) -> Response:
+        offsets = [0] * len(body.keys)
+
+        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
+            found = [self.store.find(b, k, now) for b, k in zip(buckets, keys, strict=True)]
+            statuses = self._statuses_of_first(found)
+            there = [f for f, s in zip(found, statuses, strict=True) if f is not None and not s]
+            corrupt = set(self.store.check_batch(list(dict.fromkeys(there))))
+            for i, item in zip(items, found, strict=True):
+                offsets[i] = 0 if item is None else item.offset
+            return [
+                Status.CORRUPT if item in corrupt else s
+                for item, s in zip(found, statuses, strict=True)
+            ]
+
+        _, statuses, _ = self._each(body.keys, now, run)
+        return Kind.CHECKED, wire.Checked(statuses.statuses, offsets), ()
+
+    def _statuses_of_first(self, found: Sequence[Object | None]) -> list[Status]:
+        """So much as one message may hold is looked at; the rest is to be asked for again."""
+        statuses: list[Status] = []
+        total = 0
+        for item in found:
+            if item is None:
+                statuses.append(Status.MISS)
+                continue
+            too_much = total and total + item.size > self.limits.message_bytes_max
+            statuses.append(Status.DEFERRED if too_much else Status.OK)
+            total += 0 if too_much else item.size
+        return statuses
 
     # -- ranges
 
@@ -717,7 +807,9 @@ class Filling:
     the bucket leaves meanwhile.
     """
 
-    __slots__ = ("_handlers", "_items", "_made", "_request", "_required", "_session", "views")
+    __slots__ = (
+        "_handlers", "_items", "_made", "_request", "_required", "_session", "_sums", "views",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -726,8 +818,10 @@ class Filling:
         request: int,
         made: Sequence[Object | Status],
         sizes: Sequence[int],
+        sums: Sequence[int] = (),
     ) -> None:
         self._handlers = handlers
+        self._sums = sums
         self._session = session
         self._request = request
         self._made = made
@@ -750,7 +844,7 @@ class Filling:
             self.abort()
             return known
         self.views = []
-        response = self._handlers.finish_put(self._made, self._required, now)
+        response = self._handlers.finish_put(self._made, self._sums, self._required, now)
         self._handlers.store.release_batch(self._items)
         self._session.remember(self._request, response)
         return response
@@ -798,6 +892,9 @@ class Arriving:
         assert member is not None
         staged = iter(self._staged)
         values = [[next(staged) for _ in prepare.ops] for prepare in self._body.prepares]
+        corrupt = handlers.corrupt_among(self._staged, Checksums.SENT)
+        if corrupt:
+            values = [[None if item in corrupt else item for item in some] for some in values]
         handlers.journal.give_up_unstaged(self._body.prepares, values)
         acks = handlers.replicas.take_prepares(member, self._body.prepares, values, now)
         handlers.store.release_batch(self._items)
@@ -812,6 +909,22 @@ class Arriving:
 
 def _put_sizes(body: wire.Replicate) -> list[int]:
     return [op.size for p in body.prepares for op in p.ops if op.kind == OpKind.PUT]
+
+
+def _sums_of(items: Sequence[Object | None]) -> list[int]:
+    return [0 if item is None else item.checksum or 0 for item in items]
+
+
+def _check_sums(sums: Sequence[int], keys: int) -> None:
+    if len(sums) not in (0, keys):
+        raise ProtocolError(f"{len(sums)} checksums for {keys} keys")
+
+
+def _note_sums(items: Sequence[Object | Status], sums: Sequence[int]) -> None:
+    """Keep the checksums that came with values until these are visible."""
+    for item, checksum in zip(items, sums, strict=True) if sums else ():
+        if isinstance(item, Object):
+            item.checksum = checksum
 
 
 def _with_gaps(starts: Sequence[int], items: Sequence[Object | None]) -> list[int]:

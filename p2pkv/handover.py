@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from p2pkv import wire
+from p2pkv.checksums import checksums_of
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS, Clock
 from p2pkv.errors import ProtocolError
 from p2pkv.objects import Bucket, Object, Pin, State
@@ -183,7 +184,7 @@ class Outgoing:
         )
         request = Request(self.target, Kind.SNAPSHOT, body, [payload] if payload else [])
         answers = yield Exchange((request,), began + ACK_TIMEOUT_NS)
-        self._check(answers[0])
+        self._check(answers[0], entries)
         self._seq += 1
         self.sent_keys += len(entries)
         self.sent_bytes += len(payload)
@@ -191,7 +192,7 @@ class Outgoing:
         if throttled and rest > 0:
             yield Pause(rest)
 
-    def _check(self, answer: object) -> None:
+    def _check(self, answer: object, entries: Sequence[Entry]) -> None:
         if not isinstance(answer, Reply):
             raise Failed(f"{self.target} does not answer: {getattr(answer, 'reason', answer)}")
         if answer.kind != Kind.SNAPSHOT_ACK:
@@ -199,6 +200,11 @@ class Outgoing:
         ack: wire.SnapshotAck = answer.body
         if ack.status in (Status.MOVING, Status.NOT_PRIMARY) and self._seq == 0:
             raise NotYet(f"{self.target} does not know of it yet")
+        if ack.status == Status.CORRUPT:
+            objects = self.bucket.objects
+            sent = [objects[e.key] for e in entries if e.key in objects]
+            dropped = self._store.check_batch(sent)
+            raise Failed(f"a value arrived corrupt; {len(dropped)} were corrupt here")
         if ack.status or ack.nonce != self.session.nonce or ack.seq != self._seq:
             raise Failed(f"{self.target} answered status {ack.status} to piece {self._seq}")
         self.dropped += ack.dropped
@@ -219,10 +225,19 @@ def _entry(key: bytes, item: Object | None, now: int) -> Entry:
 class Incoming:
     """A bucket that this node, which has opened it, is learning from its primary."""
 
-    def __init__(self, store: Store, bucket: BucketId, source: Member, session: Session) -> None:
+    def __init__(
+        self,
+        store: Store,
+        bucket: BucketId,
+        source: Member,
+        session: Session,
+        check: bool = False,
+    ) -> None:
         self.bucket = bucket
         self.source = source
         self.session = session
+        self.check = check
+        """Whether values are compared with their checksums as they arrive."""
         self.complete = False
         self.dropped = 0
         self._store = store
@@ -231,7 +246,7 @@ class Incoming:
         self._filled = 0
 
     def take(self, body: Snapshot, frames: Sequence[wire.Buffer], now: int) -> Status:
-        """Store one piece. OK (also for a repeat) or CONFLICT. Raises ProtocolError."""
+        """Store one piece. OK (also for a repeat), CONFLICT or CORRUPT. Raises ProtocolError."""
         if body.seq < self._next:
             return Status.OK
         if body.seq > self._next or self.complete:
@@ -239,11 +254,14 @@ class Incoming:
         sizes = [e.piece if e.piece >= 0 else max(e.size, 0) for e in body.entries]
         values = wire.packed(frames, sizes)
         if len(body.entries) == 1 and body.entries[0].piece >= 0:
-            self._take_part(body.entries[0], values[0], now)
+            if not self._take_part(body.entries[0], values[0], now):
+                return Status.CORRUPT
         elif any(e.piece >= 0 for e in body.entries):
             raise ProtocolError("a part of a value among others")
         else:
             self.give_up_large()
+            if self.check and not _is_whole(body.entries, values):
+                return Status.CORRUPT
             self._take_whole(body.entries, values, now)
         self._next += 1
         self.complete = body.last
@@ -266,7 +284,8 @@ class Incoming:
             )
             self.dropped += sum(1 for s in statuses if s)
 
-    def _take_part(self, entry: Entry, value: memoryview, now: int) -> None:
+    def _take_part(self, entry: Entry, value: memoryview, now: int) -> bool:
+        """False: it was the last part, and the whole is not what its checksum says."""
         if entry.start == 0:
             self.give_up_large()
             self._store.delete_batch([self.bucket], [entry.key], now)
@@ -279,21 +298,31 @@ class Incoming:
                 self.dropped += 1
         item = self._large
         if item is None or item.key != entry.key:
-            return
+            return True
         if entry.start != self._filled or entry.start + len(value) > item.size:
             raise ProtocolError(f"a piece at {entry.start} of a value of {item.size} bytes")
         self._store.arena.write(item.offset + entry.start, value)
         self._filled += len(value)
         if self._filled == item.size:
+            if self.check and self._store.differing([item], [entry.checksum]):
+                self.give_up_large()
+                return False
             self._store.commit_batch([item], now, [entry.checksum or None])
             ttl = entry.ttl_ms * MILLISECOND_NS  # as it is now, at the end of the transfer
             self._store.expire_batch([self.bucket], [entry.key], ttl, now)
             self._large = None
+        return True
 
     def give_up_large(self) -> None:
         if self._large is not None:
             self._store.abort_batch([self._large])
             self._large = None
+
+
+def _is_whole(entries: Sequence[Entry], values: Sequence[memoryview]) -> bool:
+    """Whether all values that have a checksum are what it says."""
+    summed = [(e, v) for e, v in zip(entries, values, strict=True) if e.checksum and e.size >= 0]
+    return checksums_of([v for _, v in summed]) == [e.checksum for e, _ in summed]
 
 
 def _options(entry: Entry) -> PutOptions:

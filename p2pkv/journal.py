@@ -141,7 +141,8 @@ class Journal:
         alone = [i for i, item in enumerate(items) if item.bucket not in shared]
         if alone:
             chosen = items if len(alone) == len(items) else [items[i] for i in alone]
-            for i, status in zip(alone, self.store.commit_batch(chosen, now), strict=True):
+            done = self.store.commit_batch(chosen, now, [item.checksum for item in chosen])
+            for i, status in zip(alone, done, strict=True):
                 outcome.set(at[i], status, 0 if status else 1)
             if len(alone) == len(items):
                 return

@@ -116,14 +116,14 @@ class _Sent:
         """Whether an earlier attempt may have run."""
 
 
-def keyed(ctx: Context, op: Keyed) -> Operation[None]:
-    """Run a batch until each key has its outcome in ``op.results``."""
+def keyed(ctx: Context, op: Keyed, items: Sequence[int] | None = None) -> Operation[None]:
+    """Run a batch until each key, or those of ``items``, has its outcome in ``op.results``."""
     table = ctx.router.table
     if table is None or ctx.router.silent:
         table = yield from ctx.table()
     if not op.mutating:
         ctx.hurry()
-    run = _Run(op, ctx.limits)
+    run = _Run(op, ctx.limits, range(len(op.keys)) if items is None else items)
     while True:
         sent = run.requests(table)
         answers: list[Answer] = []
@@ -153,10 +153,10 @@ def _who_answered(sent: Sequence[_Sent], answers: Sequence[Answer]) -> dict[Peer
 class _Run:
     """The items of one batch on their way: not asked, asked without an answer, done."""
 
-    def __init__(self, op: Keyed, limits: Any) -> None:
+    def __init__(self, op: Keyed, limits: Any, items: Sequence[int]) -> None:
         self.op = op
         self.limits = limits
-        self.pending: Sequence[int] = range(len(op.keys))
+        self.pending: Sequence[int] = items
         self.unanswered: list[_Sent] = []
         self.disturbed = False
         self.why: dict[int, str] = {}

@@ -11,8 +11,10 @@ from typing import Any
 
 from p2pkv import wire
 from p2pkv.batches import CommitOne, Make, expect, no_room, out_of_range
+from p2pkv.checking import ask_owner
+from p2pkv.checksums import checksums_of
 from p2pkv.clock import SECOND_NS
-from p2pkv.errors import Conflict, P2PKVError, ProtocolError
+from p2pkv.errors import Conflict, CorruptValue, P2PKVError, ProtocolError
 from p2pkv.keyed import keyed
 from p2pkv.outcomes import DEADLINE, RETRY, error_of, gave_up, name_of
 from p2pkv.parts import Copy, Parts, cut, fill, flat, size_of
@@ -39,11 +41,14 @@ def get_large(
     start: int = 0,
     length: int = -1,
     make: Make | None = None,
+    check: bool = False,
 ) -> Operation[Any]:
     """``length`` bytes (-1: all) from ``start`` on. None: the key is not there.
 
     As bytes; or copied into ``target``, and how many; or in the memory that ``make`` gave.
+    ``check``: compare a whole value with its checksum.
     """
+    again = False
     while True:
         body = wire.Open([key])
         owner, opened = yield from _ask_owner(ctx, bucket, key, Kind.OPEN, body, Kind.OPENED)
@@ -71,6 +76,13 @@ def get_large(
         failure = yield from _read_pieces(ctx, copy, owner, token, start, room)
         yield from _goodbye(ctx, owner, Kind.RELEASE, wire.Release([token]))
         if not failure:
+            wanted = opened.checksums if check and size == total else []
+            if any(wanted) and checksums_of([room]) != wanted:
+                checked = yield from ask_owner(ctx, key, bucket)
+                if again:
+                    raise checked.on_the_way(0)
+                again = True
+                continue
             if target is not None:
                 return size
             return room if make else bytes(flat([room])[0])
@@ -78,9 +90,16 @@ def get_large(
 
 
 def put_large(
-    ctx: Context, key: bytes, bucket: int, value: Parts, options: PutOptions
+    ctx: Context,
+    key: bytes,
+    bucket: int,
+    value: Parts,
+    options: PutOptions,
+    checksums: bool = False,
 ) -> Operation[int]:
-    """1: stored. 0: ``if_absent`` found the key there."""
+    """1: stored. 0: ``if_absent`` found the key there. ``checksums``: whether it is given one."""
+    again = False
+    checksum = checksums_of([value])[0] if checksums else 0
     while True:
         body = wire.Alloc([key], [size_of(value)], options)
         owner, made = yield from _ask_owner(ctx, bucket, key, Kind.ALLOC, body, Kind.ALLOCATED)
@@ -96,14 +115,17 @@ def put_large(
         if failure:
             yield from _goodbye(ctx, owner, Kind.ABORT, wire.Abort([allocation]))
         else:
-            op = CommitOne(key, bucket, owner, allocation)
+            op = CommitOne(key, bucket, owner, allocation, checksum)
             yield from keyed(ctx, op)
             result = op.results[0]
             if not isinstance(result, P2PKVError):
                 return int(result)
-            if not isinstance(result, Conflict):
+            if isinstance(result, CorruptValue) and not again:
+                again, failure = True, "it was corrupted on the way"
+            elif isinstance(result, Conflict):
+                failure = "the allocation ended"
+            else:
                 raise result
-            failure = "the allocation ended"
         yield from _begin_again(ctx, key, failure)
 
 

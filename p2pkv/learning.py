@@ -18,6 +18,10 @@ class Learning:
 
     def __init__(self, store: Store, replicas: Replicas) -> None:
         self.under_way: dict[int, Incoming] = {}
+        self.check = False
+        """Whether values are compared with their checksums as they arrive."""
+        self.corrupt_arrivals = 0
+        """Pieces that did not arrive as they were sent."""
         self._store = store
         self._replicas = replicas
 
@@ -34,6 +38,7 @@ class Learning:
             before = learned.dropped
             status = learned.take(body, frames, now)
             dropped = learned.dropped - before
+            self.corrupt_arrivals += status is Status.CORRUPT
             if body.last and not status and not self._complete(learned, body.base, now):
                 status = Status.CONFLICT
         elif sender is not None and body.seq == 0:
@@ -48,7 +53,9 @@ class Learning:
             return None
         self._forget(bucket)
         self._replicas.begin_learning(bucket, session, now)
-        learned = self.under_way[bucket] = Incoming(self._store, bucket, sender, session)
+        learned = self.under_way[bucket] = Incoming(
+            self._store, bucket, sender, session, self.check
+        )
         return learned
 
     def _still(self, learned: Incoming) -> bool:

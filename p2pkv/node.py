@@ -16,6 +16,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import zmq
 
 from p2pkv import clock, ring, wire
@@ -24,6 +25,7 @@ from p2pkv.async_client import AsyncClient
 from p2pkv.async_driver import AsyncDriver
 from p2pkv.authority import Authority, EtcdAuthority
 from p2pkv.buffers import Lending, Run
+from p2pkv.checksums import ARRIVING
 from p2pkv.config import ClientConfig, NodeConfig
 from p2pkv.data_server import DataServer
 from p2pkv.data_server import Filling as FillingLike
@@ -43,12 +45,13 @@ from p2pkv.replicas import Pace, Replicas
 from p2pkv.replication import Settings, Timing
 from p2pkv.replicator import Replicator
 from p2pkv.routing import Reply, Request, Router
+from p2pkv.scrub import Scrub
 from p2pkv.sessions import Deferred, Response, Session, Sessions
 from p2pkv.store import Store
 from p2pkv.talker import Talker
 from p2pkv.transport import ServerSocket, endpoint_of, new_client_id, new_session
 from p2pkv.types import Member, NodeId
-from p2pkv.wire import Fault, Kind
+from p2pkv.wire import Checksums, Fault, Kind
 
 log = logging.getLogger("p2pkv.node")
 
@@ -268,8 +271,12 @@ class Node:
                 Kind.ROUTES: self._on_routes,
                 Kind.STATS: self._on_stats,
                 Kind.SNAPSHOT: self._on_snapshot,
+                Kind.SCRUB: self._on_scrub,
             },
+            ARRIVING.get(config.checksums, Checksums.NONE),
         )  # fmt: skip
+        self._scrub = Scrub(store, give=config.checksums != "never")
+        self._learning.check = bool(self._handlers.arriving)
         self._own_session = self._sessions.begin(
             new_session(new_client_id(b"l")), member, clock.monotonic()
         )
@@ -303,7 +310,7 @@ class Node:
         async with asyncio.TaskGroup() as group:
             jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
                 self._follow, self._beat, self._keep_house, self._plan, self._affirm,
-                self._replicator.run,
+                self._replicator.run, self._scrub.run,
             ]  # fmt: skip
             tasks = [group.create_task(job(), name=job.__qualname__) for job in jobs]
             if not self._ready.done():
@@ -550,8 +557,13 @@ class Node:
         """A request of this process to its own node."""
         assert self._own_session is not None
         now = clock.monotonic()
+        if request.seal is not None:
+            request.seal()
+        body: Any = request.body
+        if request.kind == Kind.GET and body.checksums == Checksums.SENT:
+            body = msgspec.structs.replace(body, checksums=Checksums.NONE)  # nothing is sent
         response = self._handle(
-            self._own_session, request.kind, 0, request.body, list(request.payload), now
+            self._own_session, request.kind, 0, body, list(request.payload), now
         )
         self._own_session.answers.clear()
         if isinstance(response, Deferred):
@@ -578,6 +590,9 @@ class Node:
         ack = self._learning.take(body, session.member, frames, now)
         return Kind.SNAPSHOT_ACK, ack, ()
 
+    def _on_scrub(self, session: Session, body: wire.Scrub, frames: Any, now: int) -> Response:
+        return Kind.SCRUBBED, self._scrub.ask(body.bytes_per_s), ()
+
     # -- what others see
 
     def _on_stats(self, session: Session, body: wire.Empty, frames: Any, now: int) -> Response:
@@ -601,6 +616,7 @@ class Node:
             seeds=(self.endpoint,),
             timeout_s=timeout,
             limits=self.config.limits,
+            checksums=self.config.checksums,
         )
         return config, self._router, self._driver
 

@@ -53,6 +53,8 @@ class Reason(IntEnum):
     OVERWRITTEN = 3
     DROPPED = 4
     """Its bucket was dropped."""
+    CORRUPT = 5
+    """Its bytes were no longer those of its checksum."""
 
 
 class Object(msgspec.Struct, eq=False, gc=False):
@@ -79,7 +81,7 @@ class Object(msgspec.Struct, eq=False, gc=False):
     pins: int = 0
     """Pins of sessions; as long as there is one it counts as hard-pinned."""
     checksum: int | None = None
-    """xxh3_64 of the value, if the writer gave one."""
+    """XXH3 (64 bits) of the value, if the writer gave one. None or 0: none."""
 
     @property
     def metadata_bytes(self) -> int:
@@ -154,6 +156,8 @@ class Header(NamedTuple):
 
 MAGIC = 0x31_76_6B_70_32_70  # "p2pkv1"
 HEADER = Struct("<QQQQQII16x")
+CHECKSUM_AT, HAS_CHECKSUM_AT = 32, 44
+_CHECKSUM, _HAS_CHECKSUM = Struct("<Q"), Struct("<I")
 CLEARED_HEADER = bytes(HEADER_BYTES)
 """What stands there once the memory may be used for something else."""
 
@@ -170,8 +174,15 @@ def write_header(view: memoryview, item: Object) -> None:
         item.version,
         checksum or 0,
         1,
-        checksum is not None,
+        bool(checksum),
     )
+
+
+def write_checksum(view: memoryview, item: Object) -> None:
+    """Changes the checksum in the header of a committed object, and nothing else there."""
+    start = item.offset - HEADER_BYTES
+    _CHECKSUM.pack_into(view, start + CHECKSUM_AT, item.checksum or 0)
+    _HAS_CHECKSUM.pack_into(view, start + HAS_CHECKSUM_AT, bool(item.checksum))
 
 
 def read_header(view: memoryview, offset: int) -> Header | None:

@@ -26,6 +26,8 @@ from p2pkv.arguments import (
     pairs_of,
 )
 from p2pkv.batches import FlagBatch, GetBatch, GetFresh, GetRanges, Make, MatchBatch, PutBatch
+from p2pkv.checking import recheck
+from p2pkv.checksums import READING, WRITING, checksums_of
 from p2pkv.config import ClientConfig
 from p2pkv.errors import BatchError, InvalidArgument, Miss, P2PKVError
 from p2pkv.keyed import keyed
@@ -34,7 +36,7 @@ from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts
 from p2pkv.routing import Context, Operation, Reply, Request, Router
 from p2pkv.scanning import ScanCursor
-from p2pkv.wire import Kind, PutOptions, Status
+from p2pkv.wire import Checksums, Kind, PutOptions, Status
 
 _MISS = bytes([Status.MISS])
 
@@ -60,6 +62,8 @@ class Operations:
         self.router = router or Router()
         self.memory = RegisteredMemory()
         self.any_copy = config.read == "any"
+        self._reading = READING.get(config.checksums, Checksums.NONE)
+        self._writing = config.checksums in WRITING
         self._timeout_ns = nanoseconds("timeout_s", config.timeout_s)
 
     def context(self, timeout: float | None) -> Context:
@@ -89,13 +93,14 @@ class Operations:
         if owner is None:
             return None
         ctx.hurry()
-        answer = yield from ctx.ask(Request(owner, Kind.GET, wire.Get([key])))
+        body = wire.Get([key], checksums=self._reading)
+        answer = yield from ctx.ask(Request(owner, Kind.GET, body))
         if isinstance(answer, Reply) and answer.kind == Kind.VALUES:
-            body: wire.Values = answer.body
-            if body.statuses == _MISS:
+            values: wire.Values = answer.body
+            if values.statuses == _MISS:
                 return answer
-            if not body.statuses and [len(f) for f in answer.frames] == body.sizes:
-                return answer
+            if not values.statuses and [len(f) for f in answer.frames] == values.sizes:
+                return answer if _is_whole(answer) else None
         return None
 
     def get_into(
@@ -167,12 +172,17 @@ class Operations:
         encoded = encode_keys(keys, self.limits)
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, encoded)
-        op = GetFresh(encoded, buckets, self.copy, make, self.limits.value_bytes_max)
+        op = GetFresh(encoded, buckets, self.copy, make, self.limits.value_bytes_max, self._reading)
         op.any_copy = self.any_copy
         yield from keyed(ctx, op)
+        if op.suspects:
+            yield from recheck(ctx, op)
+        check = bool(self._reading)
         for i in op.large:
             op.results[i] = yield from _caught(
-                large.get_large(ctx, self.copy, encoded[i], buckets[i], None, make=make)
+                large.get_large(
+                    ctx, self.copy, encoded[i], buckets[i], None, make=make, check=check
+                )
             )
         return _batch(op.results)
 
@@ -182,7 +192,7 @@ class Operations:
         """Values, and which of them are write-once (indices)."""
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, keys)
-        op = GetBatch(keys, buckets, self.copy, tell_once=True)
+        op = GetBatch(keys, buckets, self.copy, tell_once=True, checksums=self._reading)
         op.any_copy = self.any_copy
         yield from self._run_get(ctx, op)
         return op.once, _batch(op.results)
@@ -191,18 +201,21 @@ class Operations:
         self, ctx: Context, keys: list[bytes], targets: list[Parts] | None
     ) -> Operation[list[Any]]:
         buckets = yield from self._buckets(ctx, keys)
-        op = GetBatch(keys, buckets, self.copy, targets)
+        op = GetBatch(keys, buckets, self.copy, targets, checksums=self._reading)
         op.any_copy = self.any_copy
         yield from self._run_get(ctx, op)
         return op.results
 
     def _run_get(self, ctx: Context, op: GetBatch) -> Operation[None]:
         yield from keyed(ctx, op)
+        if op.suspects:
+            yield from recheck(ctx, op)
         keys, buckets, targets = op.keys, op.buckets, op.targets
+        check = bool(self._reading)
         for i in op.large:
             target = targets[i] if targets is not None else None
             op.results[i] = yield from _caught(
-                large.get_large(ctx, self.copy, keys[i], buckets[i], target)
+                large.get_large(ctx, self.copy, keys[i], buckets[i], target, check=check)
             )
 
     def _get_ranges(
@@ -276,9 +289,9 @@ class Operations:
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, keys)
         bound = self.limits.message_bytes_max
-        op = PutBatch(keys, buckets, values, options)
+        op = PutBatch(keys, buckets, values, options, self._writing)
         if max(op.sizes, default=0) <= bound:
-            yield from keyed(ctx, op)
+            yield from _run_put(ctx, op)
             return op.results
         big = [i for i, size in enumerate(op.sizes) if size > bound]
         small = sorted(set(range(len(keys))).difference(big))
@@ -287,14 +300,15 @@ class Operations:
             [buckets[i] for i in small],
             [values[i] for i in small],
             options,
+            self._writing,
         )
-        yield from keyed(ctx, op)
+        yield from _run_put(ctx, op)
         results: list[Any] = [None] * len(keys)
         for i, result in zip(small, op.results, strict=True):
             results[i] = result
         for i in big:
             results[i] = yield from _caught(
-                large.put_large(ctx, keys[i], buckets[i], values[i], options)
+                large.put_large(ctx, keys[i], buckets[i], values[i], options, self._writing)
             )
         return results
 
@@ -382,6 +396,28 @@ class Operations:
 
     # -- looking at the cluster
 
+    def scrub(
+        self, members: Sequence[str], bytes_per_s: int, timeout: float | None = None
+    ) -> Operation[dict[str, wire.Scrubbed]]:
+        """Start a scrub (0 bytes/s: ask) at these nodes, all if empty; by ``node@boot``."""
+        if not 0 <= bytes_per_s < 1 << 62:
+            raise InvalidArgument(f"bytes_per_s = {bytes_per_s}: must be 0 or more")
+        ctx = self.context(timeout)
+        yield from ctx.table()
+        yield from ctx.refresh()
+        table = yield from ctx.table()
+        chosen = [m for m in table.reachable() if not members or str(m.node) in members]
+        unknown = set(members).difference(str(m.node) for m in chosen)
+        if unknown:
+            raise InvalidArgument(f"node: {', '.join(sorted(unknown))}: no node of this name is up")
+        body = wire.Scrub(bytes_per_s)
+        answers = yield from ctx.exchange([Request(m, Kind.SCRUB, body) for m in chosen])
+        return {
+            str(m): a.body
+            for m, a in zip(chosen, answers, strict=True)
+            if isinstance(a, Reply) and a.kind == Kind.SCRUBBED
+        }
+
     def stats(self, timeout: float | None = None) -> Operation[dict[str, wire.NodeStats]]:
         """What each node says of itself, by ``node@boot``, without those that do not answer."""
         ctx = self.context(timeout)
@@ -395,6 +431,22 @@ class Operations:
             for m, a in zip(members, answers, strict=True)
             if isinstance(a, Reply) and a.kind == Kind.NODE_STATS
         }
+
+
+def _is_whole(answer: Reply) -> bool:
+    """Whether the only value of an answer is what its checksum says, if it has one."""
+    wanted: list[int] = answer.body.checksums
+    if not wanted or not wanted[0]:
+        return True
+    return checksums_of([memoryview(answer.frames[0])]) == wanted
+
+
+def _run_put(ctx: Context, op: PutBatch) -> Operation[None]:
+    """What did not arrive as it was sent is sent once more."""
+    yield from keyed(ctx, op)
+    if op.corrupt:
+        again, op.corrupt = sorted(op.corrupt), []
+        yield from keyed(ctx, op, again)
 
 
 def _single(results: Sequence[Any]) -> Any:

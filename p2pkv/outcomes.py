@@ -24,7 +24,7 @@ _FINAL: dict[int, tuple[type[P2PKVError], str]] = {
     Status.QUOTA: (errors.QuotaExceeded, "is over its node's hard_pin_quota"),
     Status.TOO_LARGE: (errors.TooLarge, "has a value larger than its node's memory"),
     Status.CONFLICT: (errors.Conflict, "is no longer allocated or open"),
-    Status.CORRUPT: (errors.CorruptValue, "is corrupt in the store"),
+    Status.CORRUPT: (errors.CorruptValue, "did not arrive as it was sent"),
     Status.INVALID: (errors.InvalidArgument, "was refused by its node"),
     Status.NOT_ENOUGH_REPLICAS: (errors.NotEnoughReplicas, "has fewer copies than asked for"),
     Status.INDETERMINATE: (errors.Indeterminate, "may or may not have been changed"),

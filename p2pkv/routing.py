@@ -55,7 +55,7 @@ class Request:
     may have reached the peer. Until then the operation has certainly not run.
     """
 
-    __slots__ = ("body", "id", "kind", "payload", "sent", "sink", "to", "unsure")
+    __slots__ = ("body", "id", "kind", "payload", "seal", "sent", "sink", "to", "unsure")
 
     def __init__(
         self, to: Peer, kind: Kind, body: wire.Body, payload: Sequence[wire.Buffer] = ()
@@ -69,6 +69,9 @@ class Request:
         self.unsure = False
         """An earlier sending of it got no answer: it may have run. It keeps its ``id`` for ever."""
         self.sink: Sink | None = None
+        self.seal: Callable[[], None] | None = None
+        """To be called by the driver before the payload is sent: it puts the values' checksums into
+        the body. Not called where the driver finds them while it copies."""
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -82,6 +85,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     """The values of the answer, each an object of its own, where the driver made them so."""
     delivered: bool = False
     """The values are where the request's sink wanted them."""
+    sums: Sequence[int] = ()
+    """Checksums of the values, where the driver found them on the way (0: not of this one)."""
 
 
 class Lost(msgspec.Struct, frozen=True):

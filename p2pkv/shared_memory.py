@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from p2pkv import _native, wire
 from p2pkv.buffers import OFF_GIL_MIN, copy
+from p2pkv.checksums import checksums_of
 from p2pkv.errors import ProtocolError
 from p2pkv.objects import HEADER_BYTES, read_header
 from p2pkv.parts import Parts, fill, flat, size_of, sizes_of
@@ -98,6 +99,24 @@ class SharedArena:
                 self.view[at : at + len(part)] = part
                 at += len(part)
 
+    def read_summed(self, offsets: Sequence[int], targets: Sequence[Parts]) -> list[int]:
+        """As ``read``; the checksum of each value."""
+        if self._region is None:
+            self.read(offsets, targets)
+            return checksums_of(targets)
+        sizes = sizes_of(targets)
+        sources = self._region.pieces(offsets, sizes)
+        return _native.copy_checksums(_native.Pieces.targets(flat(targets)), sources, sizes)
+
+    def write_summed(self, offsets: Sequence[int], sources: Sequence[Parts]) -> list[int]:
+        """As ``write``; the checksum of each value."""
+        if self._region is None:
+            self.write(offsets, sources)
+            return checksums_of(sources)
+        sizes = sizes_of(sources)
+        targets = self._region.pieces(offsets, sizes)
+        return _native.copy_checksums(targets, _native.Pieces.sources(flat(sources)), sizes)
+
     def unchanged(self, key: bytes, offset: int, size: int, version: int) -> bool:
         """Whether what was copied from there was this value all the time."""
         header = read_header(self.view, offset)
@@ -120,6 +139,8 @@ def message_for(request: Request, session: ClientSession, arena: SharedArena | N
         put: Any = request.body
         alloc = wire.Alloc(put.keys, put.sizes, put.options, True)
         return in_other_words(request, Kind.ALLOC, alloc, session.next_number())
+    if request.seal is not None:
+        request.seal()
     if not request.id:
         request.id = session.next_number()
     if arena is not None and request.kind == Kind.GET:
@@ -162,18 +183,25 @@ class SharedPut:
         self.sizes = [put.sizes[i] for i in self.made]
         self.nbytes = sum(self.sizes)
         self._arena = arena
+        self._sum = request.seal is not None
+        self._checksums = [put.checksums[i] for i in self.made] if put.checksums else []
         self._statuses = body.statuses or bytes(len(body.ids))
         if not all(map(arena.holds, self.offsets, self.sizes)):
             raise ProtocolError("an allocation outside of the arena")
 
     def run(self) -> None:
-        self._arena.write(self.offsets, self.values)
+        if self._sum:
+            self._checksums = self._arena.write_summed(self.offsets, self.values)
+        else:
+            self._arena.write(self.offsets, self.values)
 
     def commit(self, request: Request, session: ClientSession) -> Request:
         """The message that makes the values visible, under the number of the put itself."""
         if not request.id:
             request.id = session.next_number()
-        return in_other_words(request, Kind.COMMIT, wire.Commit(self.ids, True), request.id)
+        return in_other_words(
+            request, Kind.COMMIT, wire.Commit(self.ids, True, self._checksums), request.id
+        )
 
     def reply(self, answer: Reply | None = None) -> Reply:
         """What became of each key, by the answer to the commit, if there was any to commit."""
@@ -212,6 +240,9 @@ class LocatedValues:
         if not all(map(arena.holds, self._places, self._sizes)):
             raise ProtocolError("a value outside of the arena")
         sent = wire.placed(reply.frames, inline_sizes(body), body.starts)
+        self._sum = any([body.checksums[i] for i in self._located] if body.checksums else ())
+        self._sums: list[int] = []
+        """Of the located values."""
         self._values: list[bytes | None] | None = None
         self._targets: Sequence[Parts] = ()
         if request.sink is None:
@@ -225,10 +256,16 @@ class LocatedValues:
 
     def run(self) -> None:
         if self._values is None:
-            self._arena.read(self._places, self._targets)
+            if self._sum:
+                self._sums = self._arena.read_summed(self._places, self._targets)
+            else:
+                self._arena.read(self._places, self._targets)
             return
-        for i, place, size in zip(self._located, self._places, self._sizes, strict=True):
-            self._values[i] = self._arena.load(place, size)
+        loaded = [self._arena.load(*at) for at in zip(self._places, self._sizes, strict=True)]
+        for i, value in zip(self._located, loaded, strict=True):
+            self._values[i] = value
+        if self._sum:
+            self._sums = checksums_of([memoryview(value) for value in loaded])
 
     def reply(self) -> Reply:
         """The answer. A value that changed while it was copied is to be asked for again."""
@@ -237,7 +274,9 @@ class LocatedValues:
             body, statuses=self._statuses(), starts=[], offsets=[], versions=[]
         )
         frames = [v for v in values if v] if values is not None else ()
-        return Reply(answer.kind, whole, frames, answer.revision, values, values is None)
+        found = dict(zip(self._located, self._sums, strict=True)) if self._sum else {}
+        sums = [found.get(i, 0) for i in range(len(self._keys))] if found else ()
+        return Reply(answer.kind, whole, frames, answer.revision, values, values is None, sums)
 
     def _statuses(self) -> bytes:
         body, keys, unchanged = self._answer.body, self._keys, self._arena.unchanged
@@ -255,7 +294,7 @@ class LocatedValues:
 
 
 def _check_lists(keys: int, body: wire.Values, ranges: bool) -> None:
-    for name in ("sizes", "offsets", "versions", "totals", "statuses"):
+    for name in ("sizes", "offsets", "versions", "totals", "statuses", "checksums"):
         given = len(getattr(body, name))
         needed = name in ("sizes", "offsets", "versions") or (name == "totals" and ranges)
         if given != keys and (given or needed):

@@ -18,6 +18,7 @@ from typing import Any
 
 from p2pkv.arena import Arena
 from p2pkv.catalog import Catalog
+from p2pkv.checksums import checksums_of
 from p2pkv.errors import ConfigError
 from p2pkv.eviction import EvictionPolicy
 from p2pkv.objects import (
@@ -30,6 +31,7 @@ from p2pkv.objects import (
     StoreStats,
     extent_bytes,
     extents_bytes,
+    write_checksum,
 )
 from p2pkv.parts import Parts, size_of
 from p2pkv.store_audit import audit
@@ -170,6 +172,33 @@ class Store(Catalog):
                 return page, True
             page.append((key, item.size))
         return page, False
+
+    # -- checksums
+
+    def differing(self, items: Sequence[Object], checksums: Sequence[int | None]) -> list[Object]:
+        """Those whose bytes are not what their checksum says; 0 or None: there is none."""
+        summed = [(i, s) for i, s in zip(items, checksums, strict=True) if s]
+        found = checksums_of([self.value(item) for item, _ in summed])
+        return [item for (item, s), real in zip(summed, found, strict=True) if s != real]
+
+    def check_batch(self, items: Sequence[Object]) -> list[Object]:
+        """Drops those whose bytes are not what their checksum says; answers which."""
+        corrupt = self.differing(items, [item.checksum for item in items])
+        self.drop_corrupt(corrupt)
+        return corrupt
+
+    def give_checksums(self, items: Sequence[Object], checksums: Sequence[int]) -> None:
+        """Sets the checksums of objects that are still there."""
+        for item, checksum in zip(items, checksums, strict=True):
+            if item.state is _COMMITTED:
+                item.checksum = checksum
+                write_checksum(self.arena.view, item)
+
+    def drop_corrupt(self, items: Sequence[Object]) -> int:
+        """Removes objects that are corrupt and still there; answers how many."""
+        there = [item for item in items if item.state is _COMMITTED]
+        self._remove(there, Reason.CORRUPT)
+        return len(there)
 
     # -- putting
 

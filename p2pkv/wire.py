@@ -45,6 +45,8 @@ Lengths = Annotated[
 ]
 """-1: up to the end."""
 Ids = Annotated[list[int], Limit(max_length=BATCH_KEYS_MAX)]
+Sums = Annotated[list[Annotated[int, Limit(ge=0)]], Limit(max_length=BATCH_KEYS_MAX)]
+"""XXH3 (64 bits) of each value; 0: none."""
 Bucket = Annotated[int, Limit(ge=0, lt=BATCH_KEYS_MAX)]
 Prefix = Annotated[bytes, Limit(max_length=KEY_BYTES_MAX)]
 Name = Annotated[str, Limit(max_length=256)]
@@ -82,6 +84,15 @@ class Status(IntEnum):
     """Fewer members in sync have it, or could, than the cluster or the caller asks for."""
 
 
+class Checksums(IntEnum):
+    """Of which values checksums matter."""
+
+    NONE = 0
+    SENT = 1
+    """Of those whose bytes travel: not of those that are read where they lie."""
+    ALL = 2
+
+
 class Kind(IntEnum):
     """What a message is. A request is answered by the kind named in ``ANSWERS`` or by ERROR."""
 
@@ -111,6 +122,8 @@ class Kind(IntEnum):
     STATS = 35
     ROUTES = 36
     DRAIN = 37
+    CHECK = 38
+    SCRUB = 39
     VALUES = 50
     STATUSES = 51
     MATCHED = 52
@@ -120,6 +133,8 @@ class Kind(IntEnum):
     DELETED = 56
     NODE_STATS = 57
     TABLE = 58
+    CHECKED = 59
+    SCRUBBED = 60
     SNAPSHOT = 70
     SNAPSHOT_ACK = 71
     REPLICATE = 72
@@ -189,6 +204,8 @@ class Get(Body, frozen=True):
     """With ``starts``: how many bytes."""
     any_copy: bool = False
     """Asked of a backup: what it has of objects that are written once is enough."""
+    checksums: Code = Checksums.NONE
+    """Which values' checksums the answer shall have. Not for ranges."""
 
 
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -210,6 +227,7 @@ class Put(Body, frozen=True):
     keys: Keys
     sizes: Sizes
     options: PutOptions
+    checksums: Sums = []
 
 
 class Exists(Body, frozen=True):
@@ -247,6 +265,7 @@ class Commit(Body, frozen=True):
     ids: Ids
     filled: bool = False
     """The client wrote the bytes into the arena itself."""
+    checksums: Sums = []
 
 
 class Abort(Body, frozen=True):
@@ -301,6 +320,19 @@ class Expire(Body, frozen=True):
     ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)]
 
 
+class Check(Body, frozen=True):
+    """Asks whether values are still what their checksums say; those that are not are dropped."""
+
+    keys: Keys
+
+
+class Scrub(Body, frozen=True):
+    """Starts checking all objects of the node, unless that is under way."""
+
+    bytes_per_s: Annotated[int, Limit(ge=0, lt=1 << 62)] = 0
+    """0: start nothing, only tell how far it is."""
+
+
 class Routes(Body, frozen=True):
     """Asks for the ring, unless it is still at ``revision``."""
 
@@ -321,6 +353,8 @@ class Values(Body, frozen=True):
     """With ``locate``: what the header before the value says as long as it is the same."""
     totals: Sizes = []
     """For ranges: the size of each whole value; ``sizes`` are those of the ranges."""
+    checksums: Sums = []
+    """As asked for."""
 
 
 class Statuses(Body, frozen=True):
@@ -350,6 +384,29 @@ class Opened(Body, frozen=True):
     statuses: bytes
     tokens: Ids
     sizes: Sizes
+    checksums: Sums = []
+
+
+class Checked(Body, frozen=True):
+    """CORRUPT: was dropped. ``offsets``: where each value lay in the arena, 0: nowhere."""
+
+    statuses: bytes
+    offsets: Sizes
+
+
+class Scrubbed(Body, frozen=True):
+    """The scrub that is under way, or the last one. ``runs`` 0: there was none."""
+
+    runs: Count
+    running: bool
+    objects: Count
+    """To be looked at, as counted when it began."""
+    checked: Count
+    checked_bytes: Count
+    without: Count
+    """Objects that had no checksum."""
+    corrupt: Count
+    """Objects that were dropped."""
 
 
 class Page(Body, frozen=True):
@@ -464,6 +521,8 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.STATS: Empty,
     Kind.ROUTES: Routes,
     Kind.DRAIN: Empty,
+    Kind.CHECK: Check,
+    Kind.SCRUB: Scrub,
     Kind.VALUES: Values,
     Kind.STATUSES: Statuses,
     Kind.MATCHED: Matched,
@@ -473,6 +532,8 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.DELETED: Deleted,
     Kind.NODE_STATS: NodeStats,
     Kind.TABLE: Table,
+    Kind.CHECKED: Checked,
+    Kind.SCRUBBED: Scrubbed,
     Kind.SNAPSHOT: Snapshot,
     Kind.SNAPSHOT_ACK: SnapshotAck,
     Kind.REPLICATE: Replicate,

@@ -45,7 +45,7 @@ def test_a_header_tells_key_size_version_and_checksum(checksum: int | None) -> N
     assert header is not None
     assert header.key_hash == xxh3_64_intdigest(b"key")
     assert (header.size, header.version, header.state) == (5, 7, State.COMMITTED)
-    assert (header.checksum, header.has_checksum) == (checksum or 0, checksum is not None)
+    assert (header.checksum, header.has_checksum) == (checksum or 0, bool(checksum))
     assert bytes(memory[HEADER_BYTES:]) == bytes(HEADER_BYTES)
 
 
