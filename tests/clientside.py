@@ -58,13 +58,21 @@ def table(
 class Desk:
     """A client's operations with a clock that only the test moves."""
 
-    def __init__(self, known: wire.Table | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        known: wire.Table | None = None,
+        limits: Limits | None = None,
+        checksums: str = "demand",
+    ) -> None:
         self.now = 7 * SECOND_NS
         self.router = Router()
         if known is not None:
             self.router.install(known)
         config = ClientConfig(
-            seeds=("tcp://seed:1",), timeout_s=TIMEOUT_S, limits=limits or Limits()
+            seeds=("tcp://seed:1",),
+            timeout_s=TIMEOUT_S,
+            limits=limits or Limits(),
+            checksums=checksums,
         )
         self.ops = Operations(config, lambda: self.now, Random(1), copy, self.router)
 
