@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-
 from p2pkv import Client, _native
 from p2pkv.testing.cluster import Cluster
 
