@@ -6,19 +6,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from clientside import LATE, SMALL, A, B, Desk, Script, key_in, reply, statuses, table
-from nodeside import MIB, PLAIN, Host, answered, flat
+from nodeside import MIB, PLAIN, Host, answered, flat, make_store, owned
 from xxhash import xxh3_64_intdigest
 
-from p2pkv import _native, wire
+from p2pkv import _native, ring, wire
 from p2pkv.arena import Arena
 from p2pkv.checksums import checksums_of
 from p2pkv.errors import BatchError, CorruptValue, P2PKVError, ProtocolError
+from p2pkv.handover import Cut, Failed, Incoming, Outgoing
 from p2pkv.objects import Object, Reason, read_header
 from p2pkv.parts import Parts
+from p2pkv.replicated import Op, OpKind
+from p2pkv.replicated import Session as CopySession
 from p2pkv.routing import Reply
 from p2pkv.shared_memory import SharedArena
+from p2pkv.store import Store
+from p2pkv.types import BucketId, Epoch
 from p2pkv.wire import Checksums, Kind, PutOptions, Status
 
 K0, K1 = key_in(0), key_in(1)
@@ -499,3 +505,80 @@ def test_an_object_that_has_left_is_given_no_checksum(host: Host) -> None:
     host.store.give_checksums([item], [77])
     assert item.checksum in (None, 0)
     assert host.store.drop_corrupt([item]) == 0
+
+
+# --- a bucket that is copied
+
+MOVED = BucketId(0)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with Arena.create(8 * MIB, "sums") as arena:
+        made = make_store(arena)
+        made.open_bucket(MOVED)
+        yield made
+
+
+def learner(store: Store, check: bool) -> Incoming:
+    return Incoming(store, MOVED, A, CopySession(Epoch(1), 1), check)
+
+
+def piece(seq: int, *entries: wire.Entry) -> wire.Snapshot:
+    return wire.Snapshot(MOVED, 1, 1, seq, list(entries))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_learner_that_checks_takes_nothing_of_a_piece_with_a_damaged_value(
+    store: Store, check: bool
+) -> None:
+    learned, checksum = learner(store, check), xxh3_64_intdigest(b"abc")
+    right, wrong = (wire.Entry(key, 3, checksum=checksum) for key in (b"right", b"wrong"))
+    entries = [right, wire.Entry(b"none", 1), wire.Entry(b"gone", -1, checksum=5), wrong]
+    status = learned.take(piece(0, *entries), [b"abc" + b"x" + b"abd"], 1)
+    assert status is (Status.CORRUPT if check else Status.OK)
+    there = set(store.buckets[MOVED].objects)
+    assert there == (set() if check else {b"right", b"none", b"wrong"})
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_value_in_pieces_is_compared_when_the_last_is_here(store: Store, check: bool) -> None:
+    learned = learner(store, check)
+    entry = wire.Entry(b"k", 4, checksum=xxh3_64_intdigest(b"abcd"), piece=2)
+    assert learned.take(piece(0, entry), [b"ab"], 1) is Status.OK
+    last = learned.take(piece(1, msgspec.structs.replace(entry, start=2)), [b"c?"], 1)
+    assert last is (Status.CORRUPT if check else Status.OK)
+    assert (b"k" in store.buckets[MOVED].objects) is not check
+    store.validate()
+
+
+def test_an_owner_whose_value_arrives_damaged_looks_at_its_own_and_begins_again(
+    store: Store,
+) -> None:
+    values = {b"rots": b"abc", b"stays": b"def"}
+    sums = list(map(xxh3_64_intdigest, values.values()))
+    store.put_batch([MOVED] * 2, list(values), list(values.values()), PLAIN, 1, checksums=sums)
+    store.value(store.buckets[MOVED].objects[b"rots"])[0] ^= 1
+    bucket = store.buckets[MOVED]
+    outgoing = Outgoing(store, bucket, B, CopySession(Epoch(1), 1), MIB)
+    copying = outgoing.run(lambda: 1)
+    assert isinstance(copying.send(None), Cut)
+    copying.send(0)
+    with pytest.raises(Failed, match="1 were corrupt here"):
+        copying.send([reply(wire.SnapshotAck(MOVED, 1, 0, Status.CORRUPT))])
+    assert set(bucket.objects) == {b"stays"}
+    assert store.stats().counters.lost[Reason.CORRUPT] == 1
+
+
+def test_an_operation_whose_value_arrives_damaged_is_not_kept_by_a_backup(host: Host) -> None:
+    host.handlers.arriving = Checksums.SENT
+    key = next(k for k in VALUES)
+    host.replicas.adopt({BucketId(b): owned(B, A, epoch=2, revision=2) for b in range(4)}, 1)
+    op = Op(int(OpKind.PUT), key, 3, 0, 0, xxh3_64_intdigest(b"abc"))
+    staged = host.journal.stage([ring.bucket_of(key, 4)], [op], 1)
+    assert isinstance(staged[0], Object)
+    host.store.write(staged[0].offset, b"abd")
+    assert host.handlers.corrupt_among(staged, Checksums.SENT) == set(staged)
+    assert not host.store.allocated
+    assert host.handlers.corrupt_arrivals == 1
+    host.store.validate()

@@ -5,16 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import msgspec
 import pytest
 from nodeside import KIB, MIB, MS, PLAIN, A, B, C, S, make_store
-from xxhash import xxh3_64_intdigest
 
 from p2pkv import handover, wire
 from p2pkv.arena import Arena
 from p2pkv.errors import ProtocolError
 from p2pkv.handover import Failed, Incoming, Outgoing, Propose, Stop
-from p2pkv.objects import Pin, Reason, State
+from p2pkv.objects import Pin, State
 from p2pkv.ownership import Ownership
 from p2pkv.records import BucketChange, BucketRecord, Delta, Meta, NodeRecord, Versioned, View
 from p2pkv.routing import Exchange, Lost, Pause, Reply
@@ -499,55 +497,6 @@ def test_a_gap_and_a_piece_behind_the_last_are_conflicts(peers: Peers) -> None:
     assert learner.take(snapshot(1, Entry(b"k", 1)), [b"1"], 1) is Status.CONFLICT
     assert learner.take(snapshot(0, last=True), [], 1) is Status.OK
     assert peers.content(1) == {}
-
-
-@pytest.mark.parametrize("check", [True, False])
-def test_a_learner_that_checks_takes_no_value_that_is_not_what_its_checksum_says(
-    peers: Peers, check: bool
-) -> None:
-    learner = incoming(peers)
-    learner.check = check
-    wrong = Entry(b"wrong", 3, checksum=xxh3_64_intdigest(b"abc"))
-    right = Entry(b"right", 3, checksum=xxh3_64_intdigest(b"abc"))
-    entries = [right, Entry(b"none", 1), Entry(b"gone", -1, checksum=5), wrong]
-    status = learner.take(snapshot(0, *entries), [b"abc" + b"x" + b"abd"], 1)
-    assert status is (Status.CORRUPT if check else Status.OK)
-    assert peers.content(1).keys() == (set() if check else {b"right", b"none", b"wrong"})
-    assert learner.take(snapshot(status is Status.OK, right), [b"abc"], 1) is Status.OK
-
-
-@pytest.mark.parametrize("check", [True, False])
-def test_a_value_in_pieces_is_compared_when_the_last_is_here(peers: Peers, check: bool) -> None:
-    learner = incoming(peers)
-    learner.check = check
-    entry = Entry(b"k", 4, checksum=xxh3_64_intdigest(b"abcd"), piece=2)
-    assert learner.take(snapshot(0, entry), [b"ab"], 1) is Status.OK
-    last = learner.take(snapshot(1, msgspec.structs.replace(entry, start=2)), [b"c?"], 1)
-    assert last is (Status.CORRUPT if check else Status.OK)
-    assert (b"k" in peers.content(1)) is not check
-
-
-def test_an_owner_whose_value_arrives_corrupt_looks_at_its_own_and_goes_on_serving(
-    peers: Peers,
-) -> None:
-    peers.put(b"rots", b"abc")
-    peers.put(b"stays", b"def")
-    store = peers.stores[0]
-    for key, value in ((b"rots", b"abc"), (b"stays", b"def")):
-        item = store.find(MOVED, key, peers.now)
-        assert item is not None
-        store.give_checksums([item], [xxh3_64_intdigest(value)])
-    peers.target.check_arriving = True
-    rotten = store.find(MOVED, b"rots", peers.now)
-    assert rotten is not None
-    store.value(rotten)[0] ^= 1
-    with pytest.raises(Failed, match="1 were corrupt here"):
-        peers.drive(peers.outgoing(nonce=1))
-    assert peers.servers() == [A]
-    assert store.stats().counters.lost[Reason.CORRUPT] == 1
-    assert peers.drive(peers.outgoing(nonce=2))
-    peers.tell(peers.target)
-    assert peers.content(1).keys() == {b"stays"}
 
 
 @pytest.mark.parametrize(
