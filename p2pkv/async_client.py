@@ -236,6 +236,12 @@ class AsyncClient(AsyncTensorCalls):
         """See ``Client.stats``."""
         return await self._driver.run(self._ops.stats(timeout))
 
+    async def drain(
+        self, node: str, *, draining: bool = True, timeout: float | None = None
+    ) -> None:
+        """See ``Client.drain``."""
+        await self._driver.run(self._ops.drain(node, draining, timeout))
+
     async def scrub(
         self, nodes: Iterable[str] = (), *, bytes_per_s: int = 0, timeout: float | None = None
     ) -> dict[str, wire.Scrubbed]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from p2pkv._version import __version__
-from p2pkv.commands import bench, data, doctor, node, scrub, status, up
+from p2pkv.commands import bench, data, doctor, drain, node, scrub, status, up
 from p2pkv.commands.output import EXIT_CODES, INTERRUPTED, command
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in EXIT_CODES.items()) + "."
@@ -67,6 +67,7 @@ for _name, _function in {
     "scan": data.scan,
     "bench": bench.bench,
     "doctor": doctor.doctor,
+    "drain": drain.drain,
     "forget": status.forget,
     "scrub": scrub.scrub,
 }.items():

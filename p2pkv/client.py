@@ -303,6 +303,14 @@ class Client(TensorCalls):
         """What each node says of itself, by ``node@boot``."""
         return self._driver.run(self._ops.stats(timeout))
 
+    def drain(self, node: str, *, draining: bool = True, timeout: float | None = None) -> None:
+        """Let a node (by id) give all its buckets and copies to the others, in the background.
+
+        ``draining=False``: it takes buckets again. Raises InvalidArgument for a node that is not
+        there, Unreachable if it does not answer.
+        """
+        self._driver.run(self._ops.drain(node, draining, timeout))
+
     def scrub(
         self, nodes: Iterable[str] = (), *, bytes_per_s: int = 0, timeout: float | None = None
     ) -> dict[str, wire.Scrubbed]:

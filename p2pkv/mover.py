@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -25,7 +26,10 @@ ENTRY_BYTES_MAX = 80
 
 
 class Mover:
-    """Makes the copies that this node's replicas ask for, each in a task of its own."""
+    """Makes the copies that this node's replicas ask for, each in a task of its own.
+
+    ``wake`` is called when the replicas have something new to say.
+    """
 
     def __init__(
         self,
@@ -34,7 +38,9 @@ class Mover:
         replicas: Replicas,
         driver: AsyncDriver,
         random: Random,
+        wake: Callable[[], object],
     ) -> None:
+        self._wake = wake
         self._config = config
         self._store = store
         self._replicas = replicas
@@ -74,6 +80,7 @@ class Mover:
             now = clock.monotonic()
             if done:
                 self._replicas.copy_done(bucket, session, now)
+                self._wake()
             else:
                 self.failed_total += 1
                 self._replicas.copy_failed(bucket, session, now)

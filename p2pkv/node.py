@@ -79,6 +79,8 @@ class Node:
         self._random = random.Random()
         self._stopping = asyncio.Event()
         self._renewed = asyncio.Event()
+        self._draining = False
+        self._draining_asked = asyncio.Event()
         self._ready: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._garbage = 0
@@ -272,6 +274,7 @@ class Node:
                 Kind.STATS: self._on_stats,
                 Kind.SNAPSHOT: self._on_snapshot,
                 Kind.SCRUB: self._on_scrub,
+                Kind.DRAIN: self._on_drain,
             },
             ARRIVING.get(config.checksums, Checksums.NONE),
         )  # fmt: skip
@@ -286,7 +289,10 @@ class Node:
         self._driver = AsyncDriver(
             self._client_config, self._router, context, member, self._local, lambda _: []
         )
-        self._mover = Mover(config, store, self._replicas, self._driver, self._random)
+        self._mover = Mover(
+            config, store, self._replicas, self._driver, self._random,
+            lambda: self._replicator.wake(),
+        )  # fmt: skip
         self._replicator = Replicator(
             config, journal, self._learning, self._ownership, self._driver, talker, self._mover,
             self._authority_of(), self._random,
@@ -310,7 +316,7 @@ class Node:
         async with asyncio.TaskGroup() as group:
             jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
                 self._follow, self._beat, self._keep_house, self._plan, self._affirm,
-                self._replicator.run, self._scrub.run,
+                self._replicator.run, self._scrub.run, self._tell_draining,
             ]  # fmt: skip
             tasks = [group.create_task(job(), name=job.__qualname__) for job in jobs]
             if not self._ready.done():
@@ -391,6 +397,18 @@ class Node:
                 changes = [c for c in changes if c.bucket in unknown]
             if not self._renewed.is_set():
                 self._authority_of().affirm(asked_ns)
+
+    async def _tell_draining(self) -> None:
+        """Write into our record whether others asked this node to give everything away."""
+        while True:
+            await self._draining_asked.wait()
+            self._draining_asked.clear()
+            try:
+                await self._authority_of().update_node(draining=self._draining)
+            except AuthorityUnavailable as e:
+                log.warning("draining waits for etcd: %s", e)
+                self._draining_asked.set()
+                await asyncio.sleep(self._random.uniform(0.5, 1.0))
 
     def _changes(self) -> list[BucketChange]:
         view = self._ownership.view
@@ -589,6 +607,11 @@ class Node:
     ) -> Response:
         ack = self._learning.take(body, session.member, frames, now)
         return Kind.SNAPSHOT_ACK, ack, ()
+
+    def _on_drain(self, session: Session, body: wire.Drain, frames: Any, now: int) -> Response:
+        self._draining = body.draining
+        self._draining_asked.set()
+        return Kind.PONG, wire.Empty(), ()
 
     def _on_scrub(self, session: Session, body: wire.Scrub, frames: Any, now: int) -> Response:
         return Kind.SCRUBBED, self._scrub.ask(body.bytes_per_s), ()

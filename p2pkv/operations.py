@@ -29,13 +29,14 @@ from p2pkv.batches import FlagBatch, GetBatch, GetFresh, GetRanges, Make, MatchB
 from p2pkv.checking import recheck
 from p2pkv.checksums import READING, WRITING, checksums_of
 from p2pkv.config import ClientConfig
-from p2pkv.errors import BatchError, InvalidArgument, Miss, P2PKVError
+from p2pkv.errors import BatchError, InvalidArgument, Miss, P2PKVError, Unreachable
 from p2pkv.keyed import keyed
 from p2pkv.memory import RegisteredMemory
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts
 from p2pkv.routing import Context, Operation, Reply, Request, Router
 from p2pkv.scanning import ScanCursor
+from p2pkv.types import Member
 from p2pkv.wire import Checksums, Kind, PutOptions, Status
 
 _MISS = bytes([Status.MISS])
@@ -396,6 +397,25 @@ class Operations:
 
     # -- looking at the cluster
 
+    def _chosen(self, ctx: Context, nodes: Sequence[str]) -> Operation[list[Member]]:
+        """The members of these nodes, all if empty. Raises InvalidArgument if one is not up."""
+        yield from ctx.table()
+        yield from ctx.refresh()
+        table = yield from ctx.table()
+        chosen = [m for m in table.reachable() if not nodes or str(m.node) in nodes]
+        unknown = set(nodes).difference(str(m.node) for m in chosen)
+        if unknown:
+            raise InvalidArgument(f"node: {', '.join(sorted(unknown))}: no node of this name is up")
+        return chosen
+
+    def drain(self, node: str, draining: bool, timeout: float | None = None) -> Operation[None]:
+        """Let a node give everything away, or take buckets again."""
+        ctx = self.context(timeout)
+        (member,) = yield from self._chosen(ctx, [node])
+        answer = yield from ctx.ask(Request(member, Kind.DRAIN, wire.Drain(draining)))
+        if not isinstance(answer, Reply) or answer.kind != Kind.PONG:
+            raise Unreachable(f"node {node!r} did not take the request to drain: ask it again")
+
     def scrub(
         self, members: Sequence[str], bytes_per_s: int, timeout: float | None = None
     ) -> Operation[dict[str, wire.Scrubbed]]:
@@ -403,13 +423,7 @@ class Operations:
         if not 0 <= bytes_per_s < 1 << 62:
             raise InvalidArgument(f"bytes_per_s = {bytes_per_s}: must be 0 or more")
         ctx = self.context(timeout)
-        yield from ctx.table()
-        yield from ctx.refresh()
-        table = yield from ctx.table()
-        chosen = [m for m in table.reachable() if not members or str(m.node) in members]
-        unknown = set(members).difference(str(m.node) for m in chosen)
-        if unknown:
-            raise InvalidArgument(f"node: {', '.join(sorted(unknown))}: no node of this name is up")
+        chosen = yield from self._chosen(ctx, members)
         body = wire.Scrub(bytes_per_s)
         answers = yield from ctx.exchange([Request(m, Kind.SCRUB, body) for m in chosen])
         return {

@@ -145,7 +145,8 @@ class Replicas:
         self._peers: set[Member] | None = None
         self._beacon_ns = 0
         self._restless: set[int] = set()
-        self._copying = 0
+        self._copying: set[int] = set()
+        """Buckets that are being copied from here."""
 
     # -- asking
 
@@ -407,11 +408,11 @@ class Replicas:
                 replica.promote()
 
     def _start_copies(self, now: int) -> None:
-        copying = sum(1 for r in self.by_bucket.values() if r.copying and not r.copying.cut)
         for bucket in list(self._restless):
-            if copying >= self._pace.copies_max:
+            if len(self._copying) >= self._pace.copies_max:
                 return
-            copying += self.by_bucket[bucket].start_copy(now)
+            if self.by_bucket[bucket].start_copy(now):
+                self._copying.add(bucket)
 
     # -- learning, on both sides; see Replica
 
@@ -423,10 +424,13 @@ class Replicas:
     def copy_done(self, bucket: int, session: Session, now: int) -> None:
         self.by_bucket[bucket].copy_done(session, now)
         self._unsent.add(bucket)
+        self._copying.discard(bucket)
+        self._start_copies(now)
         self._settle(now)
 
     def copy_failed(self, bucket: int, session: Session, now: int) -> None:
         self.by_bucket[bucket].copy_failed(session)
+        self._copying.discard(bucket)
         self._settle(now)
 
     def may_learn(self, bucket: int, session: Session, sender: Member) -> bool:

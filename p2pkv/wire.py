@@ -438,6 +438,12 @@ class Table(Body, frozen=True):
     """By bucket the other members in sync. Empty: there are none."""
 
 
+class Drain(Body, frozen=True):
+    """Give everything away, or (not ``draining``) take buckets again. Answered by PONG."""
+
+    draining: bool = True
+
+
 class NodeStats(Body, frozen=True):
     """What one node says of itself. Names of figures end in their unit."""
 
@@ -520,7 +526,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.EXPIRE: Expire,
     Kind.STATS: Empty,
     Kind.ROUTES: Routes,
-    Kind.DRAIN: Empty,
+    Kind.DRAIN: Drain,
     Kind.CHECK: Check,
     Kind.SCRUB: Scrub,
     Kind.VALUES: Values,
