@@ -25,10 +25,10 @@ from p2pkv.adapters.history import Fate, History, Note, Reason, WhyMiss, explain
 from p2pkv.adapters.hits import HitCounter
 from p2pkv.adapters.probing import TROUBLE, Guard, NotAsked
 from p2pkv.adapters.workers import Job, Workers
-from p2pkv.arguments import Key
+from p2pkv.arguments import OFFSET_MAX, Key
 from p2pkv.client import Client
 from p2pkv.config import Positive
-from p2pkv.errors import BatchError, DeadlineExceeded, InvalidArgument, P2PKVError
+from p2pkv.errors import BatchError, DeadlineExceeded, InvalidArgument, OutOfRange, P2PKVError
 from p2pkv.memory import is_place
 
 Done = Callable[[list[Any]], None]
@@ -42,6 +42,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """For the answer whether keys are there."""
     transfer_timeout_s: Positive = 1.0
     """For loads and stores, on top of the time that their bytes take at the rate below."""
+    unsized_timeout_s: Positive = 5.0
+    """For loads of which nobody knows beforehand how large they are."""
     transfer_bytes_per_s_min: Annotated[int, Limit(ge=1)] = 64 << 20
     """A transfer that is slower fails."""
     failures_max: Annotated[int, Limit(ge=1, le=1000)] = 2
@@ -121,9 +123,7 @@ class Cache:
 
     def _exists(self, keys: Sequence[Key], request: Hashable) -> list[Any]:
         timeout = self.config.lookup_timeout_s
-        outcomes = self._ask(
-            keys, lambda i: self.client.batch_exists(_of(keys, i), timeout=timeout)
-        )
+        outcomes = self.ask(keys, lambda i: self.client.batch_exists(_of(keys, i), timeout=timeout))
         hits = _prefix(outcomes)
         unavailable = sum(isinstance(outcome, TROUBLE) for outcome in outcomes[hits:])
         with self._lock:
@@ -135,12 +135,24 @@ class Cache:
         with self._lock:
             self._hits.finished(request)
 
+    def sizes(self, keys: Sequence[Key]) -> list[Any]:
+        """Bytes of each value, None for a miss; within ``lookup_timeout_s``."""
+        timeout = self.config.lookup_timeout_s
+        beyond = [(OFFSET_MAX, 0)]  # the error tells the size, and no byte has to come
+
+        def call(items: Sequence[int]) -> Sequence[Any]:
+            return self.client.batch_get_range(
+                _of(keys, items), beyond * len(items), timeout=timeout
+            )
+
+        return [o.size if isinstance(o, OutOfRange) else o for o in self.ask(keys, call)]
+
     # -- bytes
 
-    def get(self, keys: Sequence[Key], *, size_hint: int = 0) -> list[Any]:
-        """Values as bytes, None for a miss. ``size_hint``: bytes of all, for the deadline."""
-        timeout = self._patience(size_hint)
-        return self._ask(keys, lambda i: self.client.batch_get(_of(keys, i), timeout=timeout))
+    def get(self, keys: Sequence[Key]) -> list[Any]:
+        """Values as bytes, None for a miss; within ``unsized_timeout_s``."""
+        timeout = self.config.unsized_timeout_s
+        return self.ask(keys, lambda i: self.client.batch_get(_of(keys, i), timeout=timeout))
 
     def load(
         self,
@@ -153,7 +165,7 @@ class Cache:
         _check_pairs("targets", targets, keys)
         if ranges is not None:
             _check_pairs("ranges", ranges, keys)
-        timeout = self._patience(sum(map(size_of, targets)))
+        timeout = self.patience(sum(map(size_of, targets)))
 
         def call(items: Sequence[int]) -> list[Any]:
             return self.client.batch_get_into(
@@ -163,7 +175,7 @@ class Cache:
                 timeout=timeout,
             )
 
-        return self._ask(keys, call)
+        return self.ask(keys, call)
 
     def store(
         self, keys: Sequence[Key], values: Sequence[Any], *, ttl: float | None = None,
@@ -174,8 +186,8 @@ class Cache:
         ``options``: those of ``Client.put_from``.
         """
         _check_pairs("values", values, keys)
-        timeout = self._patience(sum(map(size_of, values)))
-        outcomes = self._ask(
+        timeout = self.patience(sum(map(size_of, values)))
+        outcomes = self.ask(
             keys,
             lambda i: self.client.batch_put_from(
                 _of(keys, i), _of(values, i), ttl=ttl, timeout=timeout, **options
@@ -187,9 +199,7 @@ class Cache:
     def delete(self, keys: Sequence[Key]) -> list[Any]:
         """Delete keys: whether each was there."""
         timeout = self.config.transfer_timeout_s
-        outcomes = self._ask(
-            keys, lambda i: self.client.batch_delete(_of(keys, i), timeout=timeout)
-        )
+        outcomes = self.ask(keys, lambda i: self.client.batch_delete(_of(keys, i), timeout=timeout))
         done = [_name(k) for k, o in zip(keys, outcomes, strict=True) if o is True]
         with self._lock:
             self._history.note(done, Note(Fate.DELETED, clock.monotonic()))
@@ -255,10 +265,12 @@ class Cache:
 
     # -- asking
 
-    def _ask(
-        self, keys: Sequence[Key], call: Callable[[Sequence[int]], Sequence[Any]]
-    ) -> list[Any]:
-        """The outcome of each key; keys of peers in trouble are not asked for."""
+    def ask(self, keys: Sequence[Key], call: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+        """The outcome of each key, for calls that are not among those above.
+
+        ``call`` gets indices and returns, or raises as BatchError, the outcomes of these keys; keys
+        of peers in trouble are not among them.
+        """
         refused = self._guard.refused(keys) if self._guard else {}
         if not refused:
             results = _outcomes(call, range(len(keys)))
@@ -273,7 +285,8 @@ class Cache:
                 results[i] = outcome
         return results
 
-    def _patience(self, size: int) -> float:
+    def patience(self, size: int) -> float:
+        """Seconds for the transfer of so many bytes."""
         return self.config.transfer_timeout_s + size / self.config.transfer_bytes_per_s_min
 
     # -- what became of keys
@@ -312,7 +325,7 @@ class Cache:
         if refused:
             return WhyMiss(Reason.BREAKER_OPEN, str(refused[0]))
         timeout = self.config.lookup_timeout_s
-        (there,) = self._ask([key], lambda _: self.client.batch_exists([key], timeout=timeout))
+        (there,) = self.ask([key], lambda _: self.client.batch_exists([key], timeout=timeout))
         if isinstance(there, P2PKVError):
             return WhyMiss(Reason.UNREACHABLE, f"{type(there).__name__}: {there}")
         if there:

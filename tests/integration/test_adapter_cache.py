@@ -23,6 +23,7 @@ SLACK_S = 1.0
 CONFIG = CacheConfig(
     lookup_timeout_s=LOOKUP_S,
     transfer_timeout_s=LOOKUP_S,
+    unsized_timeout_s=LOOKUP_S,
     open_first_s=0.2,
     open_last_s=0.5,
     probe_timeout_s=0.5,
@@ -150,6 +151,12 @@ def test_a_store_that_was_never_there_is_a_miss_within_the_deadline() -> None:
         why = cache.why_miss("k0")
         assert why.reason is Reason.BREAKER_OPEN
         assert "the cluster" in why.text
+
+
+def test_sizes_are_told_without_the_values(cache: Cache) -> None:
+    big = bytes(3 << 20)
+    assert cache.store(["big"], [big]) == [1]
+    assert cache.sizes(["k7", "not there", "big"]) == [len(VALUES[7]), None, len(big)]
 
 
 # -- counting
