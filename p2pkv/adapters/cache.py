@@ -395,6 +395,8 @@ def _prefix(outcomes: Sequence[Any]) -> int:
 
 def size_of(value: Any) -> int:
     """Bytes of a value or target: a buffer, an (address, length), or several of them."""
+    if value.__class__ is memoryview:
+        return int(value.nbytes)
     if is_place(value):
         return int(value[1])
     if isinstance(value, (list, tuple)):

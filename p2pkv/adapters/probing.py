@@ -79,9 +79,9 @@ class Guard:
 
     def learn(self, keys: Sequence[Any], results: Sequence[Any]) -> None:
         """Take in the outcomes of keys that were asked for."""
-        failed = [i for i, r in enumerate(results) if isinstance(r, TROUBLE)]
-        if not failed and not self._breakers:
+        if not self._breakers and not any(issubclass(t, TROUBLE) for t in set(map(type, results))):
             return
+        failed = [i for i, r in enumerate(results) if isinstance(r, TROUBLE)]
         peers = [_peer(place) for place in self._client.locate(keys)]
         bad = {peers[i]: i for i in failed if not isinstance(results[i], NotAsked)}
         refused = {peers[i] for i in failed}

@@ -87,6 +87,34 @@ class Base:
         prepare: Callable[..., Any] | None,
         call: Call,
     ) -> list[Any]:
+        try:
+            names = self._names(keys)
+            values = [None] * len(keys) if prepare is None else list(map(prepare, *columns))
+        except InvalidArgument:
+            return self._one_by_one(cache, keys, columns, prepare, call)
+        return list(_attempt(cache, names, values, call)) if names else []
+
+    def _names(self, keys: Sequence[Any]) -> list[bytes]:
+        """Raises InvalidArgument if any of them is bad."""
+        prefix = self._prefix
+        try:
+            names = [prefix + key.encode() for key in keys]
+        except (AttributeError, UnicodeEncodeError):
+            return [self._name(key) for key in keys]
+        lengths = set(map(len, names))
+        if lengths and not len(prefix) < min(lengths) <= max(lengths) <= self._limits.key_bytes_max:
+            raise InvalidKey("a key is empty or too long")
+        return names
+
+    def _one_by_one(
+        self,
+        cache: Cache,
+        keys: Sequence[Any],
+        columns: Sequence[Sequence[Any]],
+        prepare: Callable[..., Any] | None,
+        call: Call,
+    ) -> list[Any]:
+        """One of them is bad: find out which, and do the others."""
         outcomes: list[Any] = [None] * len(keys)
         good: list[int] = []
         names: list[bytes] = []
@@ -108,15 +136,16 @@ class Base:
         return outcomes
 
     def _tell(self, what: str, outcomes: Sequence[Any]) -> None:
-        for outcome in outcomes:
-            if isinstance(outcome, P2PKVError):
-                self._notices.tell(what, type(outcome).__name__, str(outcome))
+        for kind in set(map(type, outcomes)):
+            if issubclass(kind, P2PKVError):
+                first = next(o for o in outcomes if type(o) is kind)
+                self._notices.tell(what, kind.__name__, str(first))
 
     # -- values
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: Any) -> memoryview:
         """A value in one buffer. Raises InvalidArgument."""
-        return self._parts((value,))
+        return self._parts((value,))[0]
 
     def _parts(self, parts: Sequence[Any]) -> list[memoryview]:
         """A value in several buffers. Raises InvalidArgument."""

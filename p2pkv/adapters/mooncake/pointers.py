@@ -148,13 +148,14 @@ class PointerCalls(ValueCalls):
 
     # -- addresses to memory
 
-    def _source(self, address: Any, size: Any) -> list[memoryview]:
-        return self._parts(self._target(address, size))
+    def _source(self, address: Any, size: Any) -> memoryview | list[memoryview]:
+        place = self._target(address, size)
+        return self._value(place) if isinstance(place, memoryview) else self._parts(place)
 
-    def _target(self, address: Any, size: Any) -> list[memoryview]:
+    def _target(self, address: Any, size: Any) -> memoryview | list[memoryview]:
         """One address and size, or several. Raises InvalidArgument."""
         if isinstance(address, int):
-            return [self._memory.view(address, size)]
+            return self._memory.view(address, size)
         if len(address) != len(size):
             raise InvalidArgument(f"{len(address)} addresses for {len(size)} sizes")
         return [self._memory.view(a, s) for a, s in zip(address, size, strict=True)]
