@@ -31,6 +31,7 @@ LEAVES = [
         (errors.OutOfMemory(), -200), (errors.QuotaExceeded(), -200),
         (errors.DeadlineExceeded(), -901), (errors.Unreachable(), -900), (errors.Stalled(), -900),
         (errors.Indeterminate(), -900), (errors.CorruptValue(), -801), (errors.Conflict(), -703),
+        (errors.NotEnoughReplicas(), -703),
         (errors.DeviceError(), -800), (errors.P2PKVError(), -1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

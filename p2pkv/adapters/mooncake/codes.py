@@ -42,6 +42,7 @@ _CODES: list[tuple[type[P2PKVError], ErrorCode]] = [
     (errors.DeadlineExceeded, ErrorCode.RPC_TIMEOUT),
     (errors.CorruptValue, ErrorCode.CHECKSUM_MISMATCH),
     (errors.Conflict, ErrorCode.REPLICA_IS_NOT_READY),
+    (errors.NotEnoughReplicas, ErrorCode.REPLICA_IS_NOT_READY),
     (errors.DeviceError, ErrorCode.TRANSFER_FAIL),
     (errors.Unreachable, ErrorCode.RPC_FAIL),
     (errors.Stalled, ErrorCode.RPC_FAIL),
