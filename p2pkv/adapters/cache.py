@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Annotated, Any, Self
@@ -28,7 +29,14 @@ from p2pkv.adapters.workers import Job, Workers
 from p2pkv.arguments import OFFSET_MAX, Key
 from p2pkv.client import Client
 from p2pkv.config import Positive
-from p2pkv.errors import BatchError, DeadlineExceeded, InvalidArgument, OutOfRange, P2PKVError
+from p2pkv.errors import (
+    BatchError,
+    DeadlineExceeded,
+    InvalidArgument,
+    OutOfRange,
+    P2PKVError,
+    Unreachable,
+)
 from p2pkv.memory import is_place
 
 Done = Callable[[list[Any]], None]
@@ -103,9 +111,11 @@ class Cache:
     def connect(self, timeout_s: float) -> None:
         """Get to know the cluster. Raises Unreachable, ClusterMismatch, AuthorityUnavailable.
 
-        Not needed, but without it the first lookups may end at their deadline.
+        Not needed, but without it the first lookups may end at their deadline. A node that does
+        not answer is waited for, for 5 s at most, and does not matter as long as another does.
         """
-        self.client.exists(b"p2pkv", timeout=timeout_s)
+        if not self.client.stats(timeout=timeout_s):
+            raise Unreachable("no node of the cluster answers")
 
     # -- whether keys are there
 
@@ -356,7 +366,9 @@ class Cache:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Drop what waits and stop the threads. Raises DeadlineExceeded if one goes on."""
-        ended = [part.close(timeout_s) for part in (self._stores, self._loads, self._guard)]
+        end = time.monotonic() + timeout_s
+        parts = (self._stores, self._loads, self._guard)
+        ended = [part.close(max(0.0, end - time.monotonic())) for part in parts]
         if self._owned:
             self.client.close()
         if not all(ended):

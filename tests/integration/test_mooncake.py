@@ -207,6 +207,26 @@ def test_the_cluster_is_found_by_the_addresses_of_mooncakes_services(
         assert store.close() == 0
 
 
+def test_memory_is_registered_until_the_store_is_closed(store: MooncakeDistributedStore) -> None:
+    pool = Pool(store, 100)
+    store.close()
+    assert store.setup(config()) == 0
+    assert store.put_from("k", pool.ptr, 1) == INVALID
+    assert store.register_buffer(pool.ptr, 100) == 0
+
+
+def test_setup_needs_no_node_in_particular(cluster: Cluster) -> None:
+    for node in cluster:
+        store = MooncakeDistributedStore()
+        node.pause()
+        try:
+            assert store.setup(config()) == 0
+            assert store.health_check() == 0
+        finally:
+            node.resume()
+            store.close()
+
+
 def test_zero_local_buffer_size_makes_no_difference() -> None:
     store = MooncakeDistributedStore()
     assert store.setup(config(buffer=0)) == 0
@@ -756,11 +776,14 @@ def own(etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]
         yield cluster
 
 
-def test_a_store_that_gives_memory_is_a_node_until_it_is_closed(own: Cluster) -> None:
+def test_a_store_that_gives_memory_is_a_node_until_it_is_closed(
+    own: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("P2PKV_NODE_ID", "worker")
     store = MooncakeDistributedStore()
     assert store.setup(config("64MB")) == 0
     (name,) = own.view().nodes
-    assert name.endswith("-engine-0")
+    assert name == "worker-engine-0"
     assert store.get_hostname().startswith("localhost:")
     assert store.put("k", b"x" * 100_000) == 0
     assert store.get("k") == b"x" * 100_000

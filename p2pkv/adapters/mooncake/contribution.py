@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 from p2pkv.authority import discover
@@ -42,29 +40,29 @@ class Contribution:
             self._node.stop()
 
 
-def contribute(size: int, client: ClientConfig, name: str = "") -> Contribution:
+def contribute(size: int, client: ClientConfig) -> Contribution:
     """Start a node of ``size`` bytes. Raises ConfigError, AuthorityUnavailable, ClusterMismatch.
 
-    Its name is the host's with the lowest number that no living program of the host has: a program
-    that is started again takes the name of the one that it was, and the buckets of that start
-    again at once. Its weight is its size in GiB, so that it gets its share of the buckets. Every
-    field of NodeConfig can be set by the environment (``P2PKV_BIND``, ``P2PKV_ADVERTISE``, ...).
+    Its name is the host's (or ``P2PKV_NODE_ID``) with the lowest number that no living program of
+    the host has: a program that is started again takes the name of the one that it was, and the
+    buckets of that start again at once. Its weight is its size in GiB, so that it gets its share of
+    the buckets. Every field of NodeConfig can be set by the environment (``P2PKV_BIND``,
+    ``P2PKV_ADVERTISE``, ...).
     """
     if client.etcd is None:
         raise ConfigError("global_segment_size: a node needs etcd; with seeds alone it must be 0")
     size = max(size, MEMORY_MIN)
     count = _bucket_count(client)
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", name or socket.gethostname())[:48]
     flags = {"cluster": client.cluster, "etcd": client.etcd, "memory_limit_bytes": size}
     if count is not None:
         flags["bucket_count"] = count
-    defaults = load(NodeConfig, {**flags, "node_id": host})
+    defaults = load(NodeConfig, flags)
     if defaults.weight == 1.0:
         flags["weight"] = min(1000.0, size / GiB)
     if defaults.drain_timeout_s == NodeConfig().drain_timeout_s:
         flags["drain_timeout_s"] = DRAIN_TIMEOUT_S
     for slot in range(SLOTS_MAX):
-        config = load(NodeConfig, {**flags, "node_id": f"{host}-engine-{slot}"})
+        config = load(NodeConfig, {**flags, "node_id": f"{defaults.node_id[:48]}-engine-{slot}"})
         node = NodeThread(config)
         try:
             node.start()

@@ -17,6 +17,7 @@ from p2pkv.adapters.mooncake.replicas import ReplicaCalls
 from p2pkv.client import Client
 from p2pkv.config import ClientConfig, load
 from p2pkv.errors import ConfigError, InvalidArgument, P2PKVError
+from p2pkv.memory import RegisteredMemory
 
 log = logging.getLogger("p2pkv.adapters.mooncake")
 
@@ -98,14 +99,23 @@ class MooncakeDistributedStore(ReplicaCalls):
         self._node = config
         if options.segment_bytes:
             self._add_node(options.segment_bytes)
+        self._limits = config.limits
+        self._prefix = f"mc/{options.tenant}/".encode()
         cache = Cache(Client.from_config(config), load(CacheConfig, {}), owned=True)
         self._cache = cache
         cache.connect(SETUP_TIMEOUT_S)
-        self._limits = config.limits
-        self._prefix = f"mc/{options.tenant}/".encode()
+        if options.segment_bytes:
+            self._await_share(cache.client)
         self._hostname = self._name_of_host(options.local_hostname)
         log.info("set up: cluster %s, tenant %s, %s", config.cluster, options.tenant,
                  config.etcd.endpoints if config.etcd else config.seeds)  # fmt: skip
+
+    def _await_share(self, client: Client) -> None:
+        """A cluster that has just got its first node has no bucket yet."""
+        try:
+            client.exists(self._prefix, timeout=SETUP_TIMEOUT_S)
+        except P2PKVError as e:
+            log.warning("set up, but not all of the cluster serves yet: %s", e)
 
     def _name_of_host(self, given: str) -> str:
         """The host's name with a port: that of its node, if it has one and none is given."""
@@ -114,8 +124,11 @@ class MooncakeDistributedStore(ReplicaCalls):
         return f"{given}:{next(iter(self._nodes.values())).endpoint.rpartition(':')[2]}"
 
     def close(self) -> int:
-        """Give back what the cluster has of this process, and disconnect: 0. It may be called
-        again, and ``setup`` after it."""
+        """Hand over what the cluster has of this process, and disconnect: 0.
+
+        Memory is not registered any more afterwards. It may be called again, and ``setup`` after
+        it.
+        """
         with self._life:
             self._end()
             self._used = False
@@ -131,6 +144,7 @@ class MooncakeDistributedStore(ReplicaCalls):
             except P2PKVError as e:
                 log.warning("close: %s", e)
         self._end_sessions()
+        self._memory = RegisteredMemory()
         self._hostname = ""
 
     def get_hostname(self) -> str:

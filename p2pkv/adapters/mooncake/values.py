@@ -13,9 +13,11 @@ from p2pkv.adapters.mooncake.memory import BufferHandle
 from p2pkv.adapters.mooncake.types import ReplicateConfig
 from p2pkv.errors import InvalidArgument, Miss, P2PKVError
 
-REMOVE_TIMEOUT_S = 30.0
+REMOVE_TIMEOUT_S = 10.0
 """For what goes through all keys."""
 REMOVE_BATCH = 4096
+HEALTH_TIMEOUT_S = 3.0
+"""One node that does not answer takes part of it."""
 
 
 class ValueCalls(Base):
@@ -177,9 +179,9 @@ class ValueCalls(Base):
     # -- health
 
     def health_check(self) -> int:
-        """0: the cluster answers; 1: not set up, or closed; 2: it does not answer."""
+        """0: nodes of the cluster answer; 1: not set up, or closed; 2: none answers in 3 s."""
         try:
-            self._ready().connect(self._ready().config.transfer_timeout_s)
+            self._ready().connect(HEALTH_TIMEOUT_S)
         except NotSetUp:
             return 1
         except P2PKVError as e:
