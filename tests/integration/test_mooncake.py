@@ -893,6 +893,21 @@ def test_a_value_that_is_overwritten_is_read_whole_and_is_never_missing(
     assert wrong == []
 
 
+def test_a_miss_can_be_explained_and_hits_are_counted(store: MooncakeDistributedStore) -> None:
+    store.put("k", b"x")
+    assert store.why_miss("k") == "present: it is there now"
+    assert store.why_miss("none").startswith("never stored: ")
+    store.remove("k")
+    assert store.why_miss("k").startswith("deleted: ")
+    assert store.why_miss("").startswith("InvalidArgument: key: is empty")
+    before = store.figures()["misses_total"]
+    store.batch_is_exist(["k", "none"])
+    assert store.figures()["misses_total"] == before + 2
+    unused = MooncakeDistributedStore()
+    assert unused.figures() == {}
+    assert unused.why_miss("k").startswith("NotSetUp: ")
+
+
 # -- the shim
 
 

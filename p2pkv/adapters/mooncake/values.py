@@ -189,6 +189,20 @@ class ValueCalls(Base):
             return 2
         return 0
 
+    # -- beyond Mooncake
+
+    def why_miss(self, key: str) -> str:
+        """Why a key is not there, for people (see ``Cache.why_miss``)."""
+        try:
+            reason, text = self._ready().why_miss(self._name(key))
+        except P2PKVError as e:
+            return f"{type(e).__name__}: {e}"
+        return f"{reason.value}: {text}"
+
+    def figures(self) -> dict[str, int]:
+        """Counts of this store, by name (see ``Cache.figures``); empty before ``setup``."""
+        return self._cache.figures() if self._cache is not None else {}
+
 
 def _worst(results: list[int], keys: Sequence[str], values: Sequence[Any]) -> int:
     if not keys and len(values):
