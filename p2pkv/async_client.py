@@ -18,7 +18,7 @@ from p2pkv.client import client_config, scan_cursor
 from p2pkv.config import ClientConfig, EtcdConfig
 from p2pkv.near_cache import NearCache, near_batch_get
 from p2pkv.operations import Key, Operations, encode_key
-from p2pkv.routing import Router
+from p2pkv.routing import Location, Router
 from p2pkv.tensors import AsyncTensorCalls
 
 
@@ -231,6 +231,10 @@ class AsyncClient(AsyncTensorCalls):
     async def unpin(self, keys: Iterable[Key], *, timeout: float | None = None) -> list[bool]:
         """See ``Client.unpin``."""
         return await self._driver.run(self._ops.unpin(keys, timeout))
+
+    def locate(self, keys: Iterable[Key]) -> list[Location | None]:
+        """See ``Client.locate``."""
+        return self._ops.locate(keys)
 
     async def stats(self, *, timeout: float | None = None) -> dict[str, wire.NodeStats]:
         """See ``Client.stats``."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from p2pkv._version import __version__
-from p2pkv.commands import bench, data, doctor, drain, node, scrub, status, up
+from p2pkv.commands import bench, data, doctor, drain, mooncake, node, scrub, status, up
 from p2pkv.commands.output import EXIT_CODES, INTERRUPTED, command
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in EXIT_CODES.items()) + "."
@@ -70,6 +70,7 @@ for _name, _function in {
     "drain": drain.drain,
     "forget": status.forget,
     "scrub": scrub.scrub,
+    "mooncake-shim": mooncake.mooncake_shim,
 }.items():
     _add(app, _name, _function)
 _add(status.ring, "show", status.show)

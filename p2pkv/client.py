@@ -20,7 +20,7 @@ from p2pkv.config import ClientConfig, EtcdConfig, build
 from p2pkv.errors import InvalidArgument, Miss
 from p2pkv.near_cache import NearCache, near_batch_get
 from p2pkv.operations import Key, Operations, ScanCursor, encode_key, encode_prefix
-from p2pkv.routing import Router
+from p2pkv.routing import Location, Router
 from p2pkv.tensors import TensorCalls
 
 
@@ -298,6 +298,13 @@ class Client(TensorCalls):
     def unpin(self, keys: Iterable[Key], *, timeout: float | None = None) -> list[bool]:
         """Take pins back, also those set by ``put``; which keys were there."""
         return self._driver.run(self._ops.unpin(keys, timeout))
+
+    def locate(self, keys: Iterable[Key]) -> list[Location | None]:
+        """Which node owns each key, as far as this client knows: nobody is asked.
+
+        None where that is not known: before the first call, or for a bucket without an owner.
+        """
+        return self._ops.locate(keys)
 
     def stats(self, *, timeout: float | None = None) -> dict[str, wire.NodeStats]:
         """What each node says of itself, by ``node@boot``."""

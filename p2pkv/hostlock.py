@@ -18,6 +18,10 @@ from p2pkv.errors import ConfigError
 DIRECTORY = Path("/dev/shm")
 
 
+class NodeIdInUse(ConfigError):
+    """A live process of this host has the node id."""
+
+
 class HostLock:
     """Held from ``acquire`` to ``release``, or to the end of the process."""
 
@@ -29,7 +33,7 @@ class HostLock:
     def acquire(cls, cluster: str, node: str, directory: Path = DIRECTORY) -> HostLock:
         """Take the lock of a node of the cluster with this fingerprint.
 
-        Raises ConfigError if a live process has it.
+        Raises NodeIdInUse if a live process has it.
         """
         path = directory / f".p2pkv.{cluster}.{node}.lock"
         while True:
@@ -39,7 +43,7 @@ class HostLock:
             except BlockingIOError:
                 holder = os.pread(fd, 32, 0).decode(errors="replace") or "unknown"
                 os.close(fd)
-                raise ConfigError(
+                raise NodeIdInUse(
                     f"node_id = {node!r}: must be unique, and process {holder} on this host has "
                     "it; give this node another node_id or stop that process"
                 ) from None

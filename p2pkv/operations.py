@@ -34,7 +34,7 @@ from p2pkv.keyed import keyed
 from p2pkv.memory import RegisteredMemory
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts
-from p2pkv.routing import Context, Operation, Reply, Request, Router
+from p2pkv.routing import Context, Location, Operation, Reply, Request, Router
 from p2pkv.scanning import ScanCursor
 from p2pkv.types import Member
 from p2pkv.wire import Checksums, Kind, PutOptions, Status
@@ -70,6 +70,13 @@ class Operations:
     def context(self, timeout: float | None) -> Context:
         wait = self._timeout_ns if timeout is None else nanoseconds("timeout", timeout)
         return Context(self.router, self.clock, self.clock() + wait, self.random, self.limits)
+
+    def locate(self, keys: Iterable[Key]) -> list[Location | None]:
+        """Where each key lies, as the newest table says that was seen. Asks nobody."""
+        encoded, table = encode_keys(keys, self.limits), self.router.table
+        if table is None:
+            return [None] * len(encoded)
+        return table.locate(ring.buckets_of(encoded, table.bucket_count))
 
     def _buckets(self, ctx: Context, keys: Sequence[bytes]) -> Operation[list[int]]:
         table = self.router.table or (yield from ctx.table())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -142,6 +142,15 @@ def reason_of(answer: Answer) -> str:
 # --- the ring, as the client knows it
 
 
+class Location(NamedTuple):
+    """Where a key lies, as far as the client knows."""
+
+    member: Member
+    bucket: int
+    generation: int
+    """Rises when the bucket is started anew, empty."""
+
+
 class Table:
     """One state of the ring."""
 
@@ -174,6 +183,15 @@ class Table:
     def owner(self, bucket: int) -> Member | None:
         index = self.owners[bucket]
         return self.members[index] if index >= 0 else None
+
+    def locate(self, buckets: Sequence[int]) -> list[Location | None]:
+        """The place of each bucket; None where it has no owner."""
+        return [
+            Location(owner, bucket, self.generations[bucket])
+            if (owner := self.owner(bucket)) is not None
+            else None
+            for bucket in buckets
+        ]
 
     def reachable(self) -> list[Member]:
         return [m for m in self.members if self.endpoints[m]]

@@ -44,7 +44,16 @@ from p2pkv.errors import (
 )
 from p2pkv.keyed import Keyed
 from p2pkv.outcomes import error_of
-from p2pkv.routing import BACKOFF_LAST_NS, Pause, Rediscover, Reply, Request, Router, Table
+from p2pkv.routing import (
+    BACKOFF_LAST_NS,
+    Location,
+    Pause,
+    Rediscover,
+    Reply,
+    Request,
+    Router,
+    Table,
+)
 from p2pkv.wire import Fault, Kind, PutOptions, Status
 
 PLAIN = PutOptions()
@@ -218,6 +227,15 @@ def test_a_table_that_makes_no_sense_is_refused(change: Any, complaint: str) -> 
     good = {f: getattr(table(), f) for f in wire.Table.__struct_fields__}
     with pytest.raises(ProtocolError, match=complaint):
         Table(wire.Table(**{**good, **change}))
+
+
+def test_a_client_tells_where_keys_lie_and_asks_nobody() -> None:
+    desk = Desk()
+    assert desk.ops.locate([K0, K1]) == [None, None]
+    desk.router.install(table([A, None] * 4, generations=[3] * BUCKETS))
+    assert desk.ops.locate([K0, K1]) == [Location(A, 0, 3), None]
+    with pytest.raises(InvalidArgument, match="key: is empty"):
+        desk.ops.locate([b""])
 
 
 def test_a_cluster_with_another_number_of_buckets_ends_the_client() -> None:

@@ -1,0 +1,3 @@
+"""``mooncake.store``, over a p2pkv cluster."""
+
+from p2pkv.adapters.mooncake import *  # noqa: F403
