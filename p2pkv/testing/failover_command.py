@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -212,7 +213,11 @@ def _shown(value: Any) -> str:
 
 
 def main() -> None:
-    """Run the command line of this process, and exit with its code."""
+    """Run the command line of this process, and exit with its code.
+
+    SIGTERM ends it like an interrupt does: nothing is left running.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app(prog_name="failover")
 
 
