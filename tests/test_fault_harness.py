@@ -41,7 +41,7 @@ def test_counts_that_make_no_sense_are_refused(text: str) -> None:
         parse(text)
 
 
-COUNTS = parse("kill=20,stop=10,etcd_kill=5,etcd_stop=5,partition=10")
+COUNTS = parse("kill=20,stop=10,etcd_kill=5,etcd_stop=5,kill_without_etcd=4,partition=10")
 
 
 def test_a_seed_gives_the_same_faults_again() -> None:
@@ -165,6 +165,8 @@ def test_a_bucket_is_unavailable_from_its_first_failure_to_its_next_success() ->
         asked(8, 9),
     ]
     assert list(unavailable(records, 8)) == [5.0]
+    assert list(unavailable([*records, asked(3, 4)], 8)) == [2.0, 2.0]
+    assert list(unavailable(records[:2], 8)) == []
 
 
 # -- an operator's cluster

@@ -13,9 +13,11 @@ import math
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -368,13 +370,25 @@ def unavailable(records: Sequence[Record], bucket_count: int) -> Iterator[float]
     for record in records:
         buckets[ring.bucket_of(record.key.encode(), bucket_count)].append(record)
     for of_bucket in buckets.values():
-        since: int | None = None
-        for record in sorted(of_bucket, key=lambda r: r.returned):
-            if record.error:
-                since = record.called if since is None else min(since, record.called)
-            elif since is not None and record.called >= since:
-                yield (record.returned - since) / 1e9
-                since = None
+        until = _first_success(of_bucket)
+        served_ns = 0
+        for record in sorted((r for r in of_bucket if r.error), key=lambda r: r.called):
+            if record.called >= served_ns and (served_ns := until(record.called)):
+                yield (served_ns - record.called) / 1e9
+
+
+def _first_success(records: Sequence[Record]) -> Callable[[int], int]:
+    """When the first operation that was called at some time or later, and succeeded, returned;
+    0: there is none."""
+    ordered = sorted((r for r in records if r.acknowledged), key=lambda r: r.called)
+    called = [r.called for r in ordered]
+    first = list(accumulate((r.returned for r in reversed(ordered)), min))[::-1]
+
+    def until(time_ns: int) -> int:
+        n = bisect_left(called, time_ns)
+        return first[n] if n < len(first) else 0
+
+    return until
 
 
 def _reasons(verdict: judge.Verdict) -> list[str]:

@@ -34,7 +34,9 @@ _YOURS = "A running cluster"
 def failover(
     faults: Annotated[
         str,
-        typer.Option(metavar="KIND=COUNT,...", help="kill, stop, etcd_kill, etcd_stop, partition."),
+        typer.Option(
+            metavar="KIND=COUNT,...", help=", ".join(kind.value for kind in FaultKind) + "."
+        ),
     ] = "kill=3,stop=1,etcd_kill=1",
     seconds: Annotated[float, typer.Option(help="Load lasts at least so long.")] = 60.0,
     seed: Annotated[

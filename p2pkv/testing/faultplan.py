@@ -23,6 +23,8 @@ class FaultKind(enum.Enum):
     """SIGKILL of every member of etcd; they are started again on their data."""
     ETCD_STOP = "etcd_stop"
     """SIGSTOP of every member of etcd, and SIGCONT."""
+    KILL_WITHOUT_ETCD = "kill_without_etcd"
+    """SIGKILL of a node while all of etcd is stopped; it starts again when etcd goes on."""
     PARTITION = "partition"
     """Packets between some machines are dropped, and flow again."""
 
@@ -42,6 +44,7 @@ DURATIONS_S = {
     FaultKind.STOP: (0.2, 8.0),
     FaultKind.ETCD_KILL: (0.5, 5.0),
     FaultKind.ETCD_STOP: (0.5, 8.0),
+    FaultKind.KILL_WITHOUT_ETCD: (1.5, 6.0),
     FaultKind.PARTITION: (0.3, 8.0),
 }
 """From the fault to its end: shorter and longer than the store's own deadlines."""

@@ -70,9 +70,13 @@ class Injector:
         the cluster was not whole before."""
         if stopped.wait(fault.pause_s) or not self.whole():
             return None
-        act = {FaultKind.KILL: self._kill, FaultKind.STOP: self._stop,
-               FaultKind.PARTITION: self._partition}.get(fault.kind, self._etcd)  # fmt: skip
-        injected = act(fault)
+        act = {
+            FaultKind.KILL: self._kill,
+            FaultKind.STOP: self._stop,
+            FaultKind.KILL_WITHOUT_ETCD: self._kill_without_etcd,
+            FaultKind.PARTITION: self._partition,
+        }
+        injected = act.get(fault.kind, self._etcd)(fault)
         self.done.append(injected)
         return injected
 
@@ -128,6 +132,23 @@ class Injector:
         finally:
             self._target.etcd_up(fault.kind)
         return self._ended(fault, at_ns, "etcd")
+
+    def _kill_without_etcd(self, fault: Fault) -> Injected:
+        """Nobody can take over before etcd is back; all other buckets are to go on."""
+        victim = self._primary_of_something(fault)
+        member = self._observer.members()[victim]
+        self._say(f"kill {victim} while etcd is stopped for {fault.duration_s:.1f} s")
+        at_ns = clock.monotonic()
+        self._target.etcd_down(FaultKind.ETCD_STOP)
+        try:
+            _sleep_until(at_ns, fault.duration_s / 3)
+            self._target.kill(victim)
+            self._dead.add(member)
+            _sleep_until(at_ns, fault.duration_s)
+        finally:
+            self._target.etcd_up(FaultKind.ETCD_STOP)
+        self._target.start_node(victim)
+        return self._ended(fault, at_ns, victim)
 
     def _partition(self, fault: Fault) -> Injected:
         at_ns = clock.monotonic()

@@ -270,11 +270,17 @@ class OperatedCluster:
 
     def refuses(self, kind: FaultKind) -> str:
         commands = self._commands
-        needed = {
+        needed: tuple[str, ...] | None = {
             FaultKind.KILL: (commands.kill, commands.start),
             FaultKind.STOP: (commands.stop, commands.resume),
             FaultKind.ETCD_KILL: (commands.etcd_kill, commands.etcd_start),
             FaultKind.ETCD_STOP: (commands.etcd_stop, commands.etcd_resume),
+            FaultKind.KILL_WITHOUT_ETCD: (
+                commands.kill,
+                commands.start,
+                commands.etcd_stop,
+                commands.etcd_resume,
+            ),
         }.get(kind)
         if needed is None:
             return "partitions are made only in a cluster of the harness's own"
