@@ -114,26 +114,26 @@ A, B, C = member("a"), member("b"), member("c")
 
 
 def test_a_whole_cluster_lacks_nothing() -> None:
-    assert lacking(cluster(2, (A, B), (B, C))) == 0
-    assert lacking(cluster(1, (A,), (B,))) == 0
+    assert lacking(cluster(2, (A, B), (B, C))) == {}
+    assert lacking(cluster(1, (A,), (B,))) == {}
 
 
 def test_buckets_lack_copies_that_are_too_few_dead_or_of_an_older_boot() -> None:
-    assert lacking(cluster(2, (A, B), (B,))) == 1
-    assert lacking(cluster(2, (A, B), (B, C)), dead={A}) == 1
-    assert lacking(cluster(2, (A, B), (member("b", 0), C))) == 1
-    assert lacking(cluster(3, (A, B), (B, A))) == 2
+    assert lacking(cluster(2, (A, B), (B,))) == {1: "epoch 1, primary b@1, in sync b@1"}
+    assert lacking(cluster(2, (A, B), (B, C)), dead={A}).keys() == {0}
+    assert lacking(cluster(2, (A, B), (member("b", 0), C))).keys() == {1}
+    assert lacking(cluster(3, (A, B), (B, A))).keys() == {0, 1}
 
 
 def test_no_more_copies_are_wanted_than_there_are_nodes() -> None:
-    assert lacking(cluster(3, (A, B), (B, A), nodes="ab")) == 0
+    assert lacking(cluster(3, (A, B), (B, A), nodes="ab")) == {}
 
 
 def test_buckets_without_a_record_are_lacking() -> None:
     view = cluster(1, (A,), (B,))
     del view.buckets[BucketId(1)]
-    assert lacking(view) == 1
-    assert lacking(View()) == 1
+    assert lacking(view) == {1: "no record"}
+    assert lacking(View())
 
 
 # -- figures

@@ -205,7 +205,7 @@ class Session:
                 say=self._watch.say,
             )
             if not injector.whole(START_TIMEOUT_S):
-                raise TimeoutError(f"{self._observer.lacking()} buckets lack copies")
+                raise TimeoutError(_told(injector.lacking()))
             failures = self._load(injector, kv)
             self._watch.say("the final reading of every key")
             unread = self._audit(kv)
@@ -248,9 +248,8 @@ class Session:
                 failures.append(f"{fault.kind.value}: {type(e).__name__}: {e}")
                 return
             if injected is None or injected.repair_s is None:
-                lacking = self._observer.lacking()
                 failures.append(
-                    f"{lacking} buckets lack copies {self._plan.repair_timeout_s} s after fault "
+                    f"{_told(injector.lacking())} {self._plan.repair_timeout_s} s after fault "
                     f"{len(injector.done)} of {len(self._faults)}"
                 )
                 return
@@ -389,6 +388,12 @@ def _first_success(records: Sequence[Record]) -> Callable[[int], int]:
         return first[n] if n < len(first) else 0
 
     return until
+
+
+def _told(lacking: dict[int, str]) -> str:
+    """How many buckets are not whole, and some of them."""
+    some = "; ".join(f"{bucket}: {text}" for bucket, text in list(lacking.items())[:3])
+    return f"{len(lacking)} buckets lack copies ({some})"
 
 
 def _reasons(verdict: judge.Verdict) -> list[str]:

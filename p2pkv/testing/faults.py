@@ -61,9 +61,13 @@ class Injector:
     def whole(self, timeout_s: float | None = None) -> bool:
         """Wait until every bucket has its copies, on live members."""
         return self._observer.wait(
-            lambda: self._observer.lacking(self._dead) == 0,
+            lambda: not self.lacking(),
             self._repair_timeout_s if timeout_s is None else timeout_s,
         )
+
+    def lacking(self) -> dict[int, str]:
+        """The buckets that are not whole, with what etcd says of each."""
+        return self._observer.lacking(self._dead)
 
     def inject(self, fault: Fault, stopped: threading.Event) -> Injected | None:
         """One fault, from the pause before it to the repair. None if ``stopped`` meanwhile, or if

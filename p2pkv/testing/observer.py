@@ -19,23 +19,29 @@ from p2pkv.types import BucketId, Member
 OPEN_TIMEOUT_S = 30.0
 
 
-def lacking(view: View, dead: Collection[Member] = ()) -> int:
-    """How many buckets lack copies, or have a dead member or none of the registered as primary.
+def lacking(view: View, dead: Collection[Member] = ()) -> dict[int, str]:
+    """The buckets that lack copies, or have a dead member or none of the registered as primary.
 
-    A bucket should have as many copies as the cluster's replication factor, or as there are live
-    nodes if those are fewer. ``dead``: members known to have been killed, whose sessions may not
-    have run out yet.
+    With each what etcd says of it. A bucket should have as many copies as the cluster's
+    replication factor, or as there are live nodes if those are fewer. ``dead``: members known to
+    have been killed, whose sessions may not have run out yet.
     """
     if view.meta is None:
-        return 1
+        return {0: "the cluster does not exist"}
     alive = {Member(n, r.boot) for n, r in view.nodes.items()}.difference(dead)
     wanted = max(1, min(view.meta.replication_factor, len(alive)))
-    short = view.meta.bucket_count - len(view.buckets)
-    for versioned in view.buckets.values():
+    found = {}
+    for bucket in range(view.meta.bucket_count):
+        versioned = view.buckets.get(BucketId(bucket))
+        if versioned is None:
+            found[bucket] = "no record"
+            continue
         record = versioned.record
         copies = {record.primary, *record.in_sync}
-        short += record.primary not in alive or not copies <= alive or len(copies) < wanted
-    return short
+        if not copies <= alive or len(copies) < wanted:
+            members = ", ".join(map(str, record.in_sync))
+            found[bucket] = f"epoch {record.epoch}, primary {record.primary}, in sync {members}"
+    return found
 
 
 class Observer:
@@ -64,7 +70,7 @@ class Observer:
 
     # -- what there is
 
-    def lacking(self, dead: Collection[Member] = ()) -> int:
+    def lacking(self, dead: Collection[Member] = ()) -> dict[int, str]:
         """See the function of this name."""
         with self._changed:
             return lacking(self._view, dead)

@@ -92,7 +92,7 @@ class OwnCluster:
         self._names = [f"n{i}" for i in range(nodes)]
         self._etcd_members = etcd_members
         self._partitions = partitions
-        self._config = {**({} if fast else _defaults()), **_copies(replicas), **config}
+        self._config = {**({} if fast else _defaults()), "replication_factor": replicas, **config}
         self._fast = fast
         self._stack = ExitStack()
         self._network: Namespaces | None = None
@@ -210,15 +210,6 @@ def _defaults() -> dict[str, Any]:
     default = NodeConfig()
     names = ("heartbeat_s", "peer_contact_s", "fence_after_s", "reset_after_s")
     return {name: getattr(default, name) for name in names}
-
-
-def _copies(replicas: int) -> dict[str, Any]:
-    """The fields for so many copies. Raises ConfigError where nodes keep one copy only."""
-    if replicas == 1:
-        return {}
-    if "replication_factor" not in (field.name for field in msgspec.structs.fields(NodeConfig)):
-        raise ConfigError(f"replicas = {replicas}: this version keeps one copy of each bucket")
-    return {"replication_factor": replicas}
 
 
 class Commands(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from support import new_seed
 
-from p2pkv.config import NodeConfig
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing import namespaces
 from p2pkv.testing.cluster import Cluster
@@ -26,7 +25,6 @@ from p2pkv.testing.targets import OwnCluster
 SCRIPT = Path(__file__).parents[2] / "scripts" / "failover.py"
 FAULT_S_MAX = 1.5
 """Shorter than what it takes until a bucket of one copy is started anew."""
-REPLICATED = hasattr(NodeConfig(), "replication_factor")
 
 
 def hurt(faults: str, *, seconds: float = 4.0, replicas: int = 1, partitions: bool = False,
@@ -73,11 +71,18 @@ def test_what_one_copy_survives_is_found_to_be_survived() -> None:
     assert report.damaged_values == report.undecided == 0
 
 
-@pytest.mark.skipif(not REPLICATED, reason="nodes keep one copy of each bucket")
 def test_with_two_copies_a_kill_loses_nothing() -> None:
-    report = hurt("kill=1", replicas=2)
+    report = hurt("kill=2", replicas=2)
     assert report.passed, report.reasons
-    assert report.faults == {"kill": 1}
+    assert report.faults == {"kill": 2}
+    assert report.replicas == 2
+    assert report.first_ack_after_kill_s["count"] > 0
+
+
+def test_with_two_copies_a_kill_while_etcd_is_stopped_loses_nothing() -> None:
+    report = hurt("kill_without_etcd=1", replicas=2)
+    assert report.passed, report.reasons
+    assert report.faults == {"kill_without_etcd": 1}
 
 
 @pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
