@@ -1,4 +1,4 @@
-"""What clients did and what came of it: one record for each key of each call. Pure.
+"""What clients did and what came of it: one record for each key of each call.
 
 Records are kept as lines of JSON, in files that a later run of the judge can read again.
 """
