@@ -63,6 +63,7 @@ def test_a_kill_loses_acknowledged_writes_of_the_only_copy_and_this_is_found() -
     assert report.repair_s["count"] == 1
 
 
+@pytest.mark.slow
 def test_what_one_copy_survives_is_found_to_be_survived() -> None:
     """A node and etcd that are stopped and go on; etcd that is killed and starts again."""
     report = hurt("stop=1,etcd_stop=1,etcd_kill=1")
@@ -71,6 +72,7 @@ def test_what_one_copy_survives_is_found_to_be_survived() -> None:
     assert report.damaged_values == report.undecided == 0
 
 
+@pytest.mark.slow
 def test_with_two_copies_a_kill_loses_nothing() -> None:
     report = hurt("kill=2", replicas=2)
     assert report.passed, report.reasons
@@ -79,6 +81,7 @@ def test_with_two_copies_a_kill_loses_nothing() -> None:
     assert report.first_ack_after_kill_s["count"] > 0
 
 
+@pytest.mark.slow
 def test_with_two_copies_a_kill_while_etcd_is_stopped_loses_nothing() -> None:
     report = hurt("kill_without_etcd=1", replicas=2)
     assert report.passed, report.reasons
