@@ -353,6 +353,7 @@ class Replicas:
 
     def tick(self, now: int, etcd_answers: bool = True) -> None:
         """To be called often: a few times in a beacon interval."""
+        self._wake(now)
         for bucket in list(self._restless):
             replica = self.by_bucket[bucket]
             replica.tick(now, self._heard_of, self.dead, etcd_answers)
@@ -365,6 +366,14 @@ class Replicas:
             self._promote(now)
             self._start_copies(now)
         self._settle(now)
+
+    def _wake(self, now: int) -> None:
+        """A bucket without writes has to get rid of a follower that is gone, too: without its
+        grants nothing can be read, and no write would begin that finds it silent."""
+        slow_ns = self._settings.timing.slow_ns
+        for member, claims in self._all_claims().items():
+            if member in self.dead or now - self._heard_of(member) > slow_ns:
+                self._restless.update(claims)
 
     def _heard_of(self, member: Member) -> int:
         return self._heard.get(member, 0)

@@ -40,6 +40,8 @@ PURE = LAYERS[2]  # given time and chance, they do as they are told
 PURE_PARTS = ["adapters/keys", "adapters/breaker", "adapters/backlog", "adapters/history",
               "adapters/hits"]  # fmt: skip
 """Pure modules in packages of the last layer."""
+TESTING = ["faultplan", "judge", "linearizability", "selfdescribing"]
+PURE_PARTS += [f"testing/{module}" for module in TESTING]
 
 modules = sorted(m for m in LEVEL if (PACKAGE / f"{m}.py").exists())
 

@@ -23,7 +23,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -70,13 +70,15 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT
 
 
 class NodeProcess:
-    """A node and its process. Made by Cluster."""
+    """A node and its process. Made by Cluster. ``prefix`` stands before its command, which it has
+    to become (by exec): signals go to the process that it starts."""
 
-    def __init__(self, config: NodeConfig, log: Path) -> None:
+    def __init__(self, config: NodeConfig, log: Path, prefix: Sequence[str] = ()) -> None:
         self.config = config
         self.name = config.node_id
         self.paused = False
         self._log = log
+        self._prefix = list(prefix)
         self._process: subprocess.Popen[bytes] | None = None
         self._pids: list[int] = []
 
@@ -90,7 +92,7 @@ class NodeProcess:
         command = [sys.executable, "-m", "p2pkv.cli", "node", "--json", f"--config={file}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                [*self._prefix, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -258,11 +260,16 @@ class Cluster:
         fields = {"cluster": self.name, "node_id": name, "etcd": etcd, **self._config, **changes}
         return build(NodeConfig, fields)
 
-    def add_node(self, name: str = "", *, wait: bool = True, **changes: Any) -> NodeProcess:
-        """Start one more node; by default wait until it has its share of the buckets."""
+    def add_node(
+        self, name: str = "", *, wait: bool = True, prefix: Sequence[str] = (), **changes: Any
+    ) -> NodeProcess:
+        """Start one more node; by default wait until it has its share of the buckets.
+
+        ``prefix`` stands before its command, e.g. to run it in another network namespace.
+        """
         name = name or f"n{len(self._nodes)}"
         log = self._directory / f"{name}-{len(self._nodes)}.log"
-        node = NodeProcess(self.node_config(name, **changes), log)
+        node = NodeProcess(self.node_config(name, **changes), log, prefix)
         self._nodes[name if name not in self._nodes else f"{name}-{len(self._nodes)}"] = node
         node.start()
         if wait:
