@@ -50,7 +50,6 @@ class _Peer:
         self._told = False
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
         self._waiter = Waiter(self._monitor, self._drain)
-        socket.connect(endpoint)
 
     def _drain(self) -> bool:
         """Tell of a breach once, until there is a connection again."""
@@ -141,11 +140,12 @@ class Gossip:
             self._peers.pop(member).close(0)
         if not endpoint.startswith("tcp://"):
             return
-        socket = self._socket(zmq.PUSH)
+        peer = _Peer(endpoint, self._socket(zmq.PUSH), lambda: self._on_broken(member))
         try:
-            self._peers[member] = _Peer(endpoint, socket, lambda: self._on_broken(member))
+            peer.socket.connect(endpoint)
+            self._peers[member] = peer
         except zmq.ZMQError:
-            socket.close(0)
+            peer.close(0)
 
     def send(self, member: Member, kind: bytes, body: bytes) -> None:
         """To one peer, if it can take it now."""
