@@ -14,11 +14,10 @@ RELAYS_MAX = 256
 class Probe:
     """A ping that waits for its answer."""
 
-    __slots__ = ("asked", "begun_ns", "ends_ns", "indirect_ns", "nacks", "target")
+    __slots__ = ("asked", "ends_ns", "indirect_ns", "nacks", "target")
 
-    def __init__(self, target: Member, begun_ns: int, indirect_ns: int, ends_ns: int) -> None:
+    def __init__(self, target: Member, indirect_ns: int, ends_ns: int) -> None:
         self.target = target
-        self.begun_ns = begun_ns
         self.indirect_ns: int | None = indirect_ns
         """When others are asked to probe. None: they were."""
         self.ends_ns = ends_ns

@@ -65,7 +65,6 @@ class Entry:
         "member",
         "since_ns",
         "status",
-        "suspicion",
     )
 
     def __init__(self, rumor: Rumor, now: int) -> None:
@@ -78,7 +77,6 @@ class Entry:
         self.by = NodeId("")
         """The last that was heard to suspect it."""
         self.digest = Digest()
-        self.suspicion: Suspicion | None = None
 
     def rumor(self) -> Rumor:
         """What is believed, for others."""
@@ -93,7 +91,8 @@ class Roster:
         self.rumors = Rumors()
         self.events: list[Event] = []
         self.entries: dict[NodeId, Entry] = {}
-        self.suspects: dict[NodeId, Entry] = {}
+        self.suspicions: dict[NodeId, Suspicion] = {}
+        """Of those that are suspected."""
         self.present = 0
         """Others that are alive or suspected."""
         self._registered: dict[NodeId, BootId] = {}
@@ -174,12 +173,12 @@ class Roster:
 
     def _suspect_again(self, entry: Entry, rumor: Rumor, now: int) -> bool:
         """Somebody else suspects it too, which shortens its time; or it refuted in between."""
-        assert entry.suspicion is not None
         if rumor.incarnation > entry.incarnation:
             entry.incarnation = rumor.incarnation
             self._change(entry, Status.SUSPECT, rumor.by, now)
             return True
-        if rumor.incarnation < entry.incarnation or not entry.suspicion.confirm(rumor.by):
+        suspicion = self.suspicions[entry.member.node]
+        if rumor.incarnation < entry.incarnation or not suspicion.confirm(rumor.by):
             return False
         entry.by = rumor.by
         self.rumors.put(entry.rumor())
@@ -190,11 +189,9 @@ class Roster:
             self.present += (status in PRESENT) - (entry.status in PRESENT)
             entry.status, entry.since_ns = status, now
             self.events.append(_EVENTS[status](entry.member))
-        entry.suspicion = None
-        self.suspects.pop(entry.member.node, None)
+        self.suspicions.pop(entry.member.node, None)
         if status == Status.SUSPECT:
-            entry.suspicion = self._suspicion(by, now)
-            self.suspects[entry.member.node] = entry
+            self.suspicions[entry.member.node] = self._suspicion(by, now)
         entry.by = by
         self.rumors.put(entry.rumor())
 
@@ -213,26 +210,24 @@ class Roster:
 
     def bury(self, now: int) -> None:
         """Those that had their time to refute are dead."""
-        for entry in [e for e in self.suspects.values() if _over(e, now)]:
-            self._change(entry, Status.DEAD, NodeId(""), now)
+        for node in [n for n, suspicion in self.suspicions.items() if suspicion.ends_ns <= now]:
+            self._change(self.entries[node], Status.DEAD, NodeId(""), now)
 
     def excuse(self, by_ns: int) -> None:
         """This node was away for so long: nobody's time to refute went by."""
-        for entry in self.suspects.values():
-            if entry.suspicion is not None:
-                entry.suspicion.extend(by_ns)
+        for suspicion in self.suspicions.values():
+            suspicion.extend(by_ns)
 
     def to_be_called(self, now: int, again_after_ns: int) -> list[Entry]:
         """Suspects that had half of their time: told once more, they may still refute."""
-        due = []
-        for entry in self.suspects.values():
-            if entry.suspicion is not None and entry.suspicion.call_ns <= now:
-                entry.suspicion.call_ns = now + again_after_ns
-                due.append(entry)
-        return due
+        due = [node for node, suspicion in self.suspicions.items() if suspicion.call_ns <= now]
+        for node in due:
+            self.suspicions[node].call_ns = now + again_after_ns
+        return [self.entries[node] for node in due]
 
     def next_due_ns(self) -> int | None:
-        suspicions = [e.suspicion for e in self.suspects.values() if e.suspicion is not None]
+        """When ``bury`` or ``to_be_called`` has something to do."""
+        suspicions = self.suspicions.values()
         return min((min(s.ends_ns, s.call_ns) for s in suspicions), default=None)
 
     def believe(self, member: Member, digest: Digest) -> None:
@@ -253,7 +248,3 @@ def refuted(rumor: Rumor, incarnation: int) -> int | None:
     if rumor.status == Status.ALIVE and rumor.incarnation == incarnation:
         return None
     return rumor.incarnation + 1
-
-
-def _over(entry: Entry, now: int) -> bool:
-    return entry.suspicion is not None and entry.suspicion.ends_ns <= now

@@ -263,7 +263,7 @@ class Swim:
                 self._denied(packet)
             case Sync():
                 self._merge(sender, packet, now)
-            case Gossip():
+            case _:  # Gossip: its rumors have been heard
                 pass
 
     # -- probes
@@ -292,7 +292,7 @@ class Swim:
 
     def _probe(self, entry: Entry, now: int, indirect_after_ns: int) -> None:
         ends_ns = now + self._awareness.scale(self._interval_ns)
-        probe = Probe(entry.member, now, now + indirect_after_ns, ends_ns)
+        probe = Probe(entry.member, now + indirect_after_ns, ends_ns)
         seq = self._probing.begin(probe)
         self._send(entry, Ping(*self._header(entry), seq, entry.member))
         if not indirect_after_ns:

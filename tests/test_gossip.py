@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import zmq
-from nodeside import A, B, C
+from nodeside import B, C
 
 from p2pkv import gossip
 from p2pkv.config import Limits
