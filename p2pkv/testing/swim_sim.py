@@ -289,6 +289,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     config = SwimConfig(preset=given.preset)
+    short_s = min(60.0, given.seconds)
     sim = healthy_run(
         given.nodes,
         given.seconds,
@@ -302,7 +303,9 @@ def main() -> None:
         "preset": given.preset,
         "healthy": figures(sim, given.seconds, given.slow),
         "scaling": [
-            figures(healthy_run(n, 60, loss=0, slow=0, seed=given.seed, config=config), 60, 0)
+            figures(
+                healthy_run(n, short_s, loss=0, slow=0, seed=given.seed, config=config), short_s, 0
+            )
             for n in (16, 64, 128)
         ],
         "death": [
