@@ -39,6 +39,7 @@ def collect(node: Node) -> wire.NodeStats:
         "members_suspected": sum(e.status == Status.SUSPECT for e in entries),
         "members_dead": sum(e.status == Status.DEAD for e in entries),
         "members_left": sum(e.status == Status.LEFT for e in entries),
+        "heartbeats_sent_total": node._heartbeats,
         "gossip_awareness": swim.awareness,
         "gossip_away_total": swim.away_total,
         "gossip_refuted_total": swim.refuted_total,

@@ -89,6 +89,7 @@ class Node:
         self._ready: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._garbage = 0
+        self._heartbeats = 0
         self._started_ns = 0
 
     # -- life
@@ -372,6 +373,7 @@ class Node:
                 self._contacts.told(entry.member, Revision(entry.digest.revision))
             heartbeat = self._contacts.beat(clock.monotonic(), self._contact_ns())
             if heartbeat is not None:
+                self._heartbeats += 1
                 self._gossip.send_all(HEARTBEAT, membership.encode(heartbeat))
             await asyncio.sleep(self.config.heartbeat_s)
 
@@ -468,6 +470,7 @@ class Node:
         if self._contacts.heard(heartbeat, now):
             answer = self._contacts.answer(heartbeat, now, self._contact_ns())
             if answer is not None:
+                self._heartbeats += 1
                 self._gossip.send(heartbeat.sender, HEARTBEAT, membership.encode(answer))
 
     def _on_member(self, event: Event) -> None:
