@@ -107,8 +107,10 @@ class Simulation:
         return node.member
 
     def leave(self, name: str) -> Member:
+        """SIGTERM: it says good-bye, and ends some milliseconds later."""
         node = self.nodes[NodeId(name)]
         self._carry_out(node, node.swim.leave(self.now))
+        self.run(0.005)
         return self.kill(name)
 
     def break_connection(self, of: str, to: str) -> None:
