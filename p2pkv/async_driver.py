@@ -84,6 +84,11 @@ class _Peer:
         return not (self.waiting or self.backlog or self._on_path)
 
     @property
+    def path_broken(self) -> bool:
+        """Whether making a data connection failed, and will be tried again."""
+        return self.path is None and 0 < self._no_data_before < 1 << 63
+
+    @property
     def _on_path(self) -> int:
         return 0 if self.path is None else self.path.under_way
 
@@ -289,6 +294,11 @@ class AsyncDriver:
         self._threads: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self.closed = False
+
+    @property
+    def paths_broken(self) -> int:
+        """Peers to which there is no data connection although one is wanted."""
+        return sum(peer.path_broken for peer in self._peers.values())
 
     async def run(self, operation: Operation[T]) -> T:
         """Run an operation to its end. Raises what it raises, ClosedClient, ForkedClient."""

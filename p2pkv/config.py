@@ -26,6 +26,8 @@ KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 Name = Annotated[str, Limit(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Positive = Annotated[float, Limit(gt=0, lt=1e6)]
 """Seconds; under 12 days, so that a deadline is always a number of nanoseconds."""
+Duration = Annotated[float, Limit(ge=0, lt=1e6)]
+Few = Annotated[int, Limit(ge=0, le=64)]
 Bytes = Annotated[int, Limit(ge=0)]
 Policy = Annotated[str, Limit(pattern="^(always|remote|demand|never)$")]
 Port = Annotated[int, Limit(ge=0, le=65535)]
@@ -79,6 +81,72 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A node that is silent for so long is taken off the list of nodes."""
 
 
+class SwimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How nodes find out who is alive (SWIM with Lifeguard). 0: as ``preset`` says.
+
+    N is the number of members. ``resolved`` has the values of the preset in place of the zeros.
+    """
+
+    preset: Annotated[str, Limit(pattern="^(local|lan|wan)$")] = "lan"
+    """For nodes on one host, in one data centre, or far apart."""
+    probe_interval_s: Duration = 0
+    """Between two probes of one member each. local 0.1, lan 1, wan 5."""
+    probe_timeout_s: Duration = 0
+    """For a direct answer; then others are asked to probe, up to the end of the interval.
+    local 0.05, lan 0.5, wan 3."""
+    indirect_probes: Few = 0
+    """Members that are asked to probe one that did not answer. 3."""
+    gossip_interval_s: Duration = 0
+    """Between two rounds of passing rumors on, while there are any. local 0.02, lan 0.2,
+    wan 0.5."""
+    gossip_nodes: Few = 0
+    """Members that a round goes to. local and lan 3, wan 4."""
+    push_pull_interval_s: Duration = 0
+    """Between two exchanges of all states with one member; times ``1 + ceil(log2(N / 32))`` beyond
+    32 members. local 5, lan 30, wan 60."""
+    retransmit_mult: Few = 0
+    """A rumor is passed on ``retransmit_mult * ceil(log10(N + 1))`` times. 4."""
+    suspicion_mult: Few = 0
+    """A suspect has ``suspicion_mult * max(1, log10(N)) * probe_interval_s`` to refute, once two
+    others suspect it too. local 2, lan 4, wan 6."""
+    suspicion_max_mult: Few = 0
+    """And so many times as long as nobody else does. 6."""
+    awareness_max: Few = 0
+    """A node that has reason to doubt itself waits up to this many times longer, plus one. 8."""
+    dead_keep_s: Duration = 0
+    """How long a member that died or left is remembered. local 5, lan 30, wan 60."""
+
+    def __post_init__(self) -> None:
+        real = {name: getattr(self, name) or value for name, value in self._preset().items()}
+        if real["probe_timeout_s"] >= real["probe_interval_s"]:
+            limit = f"less than probe_interval_s = {real['probe_interval_s']}"
+            raise _error("swim.probe_timeout_s", real["probe_timeout_s"], limit)
+
+    def resolved(self) -> SwimConfig:
+        """With a value in each field."""
+        real = {name: getattr(self, name) or value for name, value in self._preset().items()}
+        return SwimConfig(preset=self.preset, **real)
+
+    def _preset(self) -> dict[str, Any]:
+        return {name: value[_PRESETS.index(self.preset)] for name, value in _SWIM.items()}
+
+
+_PRESETS = ("local", "lan", "wan")
+_SWIM: dict[str, tuple[Any, Any, Any]] = {
+    "probe_interval_s": (0.1, 1.0, 5.0),
+    "probe_timeout_s": (0.05, 0.5, 3.0),
+    "indirect_probes": (3, 3, 3),
+    "gossip_interval_s": (0.02, 0.2, 0.5),
+    "gossip_nodes": (3, 3, 4),
+    "push_pull_interval_s": (5.0, 30.0, 60.0),
+    "retransmit_mult": (4, 4, 4),
+    "suspicion_mult": (2, 4, 6),
+    "suspicion_max_mult": (6, 6, 6),
+    "awareness_max": (8, 8, 8),
+    "dead_keep_s": (5.0, 30.0, 60.0),
+}
+
+
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One node. Sizes in bytes, times in seconds."""
 
@@ -88,6 +156,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Must be kept across restarts, and be different for each node."""
     etcd: EtcdConfig = EtcdConfig()
     limits: Limits = Limits()
+    swim: SwimConfig = SwimConfig()
 
     # -- network
     bind: str = "127.0.0.1"
@@ -174,7 +243,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reset_after_s: Positive = 20.0
     """Must exceed fence_after_s: the owner fences itself before anybody starts its buckets anew."""
     heartbeat_s: Positive = 0.5
-    """Between two heartbeats to every other node."""
+    """Between two heartbeats to every other node, while this node needs their word on etcd."""
     etcd_loss: Annotated[str, Limit(pattern="^(serve|fence)$")] = "serve"
     """``fence``: without etcd for fence_after_s, always stop serving."""
 
@@ -366,7 +435,21 @@ def _explain(message: str, tree: Mapping[str, Any]) -> str:
 
 def local(**changes: Any) -> NodeConfig:
     """A node for trying things out on one machine."""
-    return build(NodeConfig, {"memory_limit_bytes": 256 * MiB, **_nest(changes)})
+    return _preset("local", {"memory_limit_bytes": 256 * MiB, **_nest(changes)})
+
+
+def lan(**changes: Any) -> NodeConfig:
+    """A node of a cluster in one data centre."""
+    return _preset("lan", _nest(changes))
+
+
+def wan(**changes: Any) -> NodeConfig:
+    """A node of a cluster whose nodes are far apart, or slow to reach."""
+    return _preset("wan", _nest(changes))
+
+
+def _preset(preset: str, tree: dict[str, Any]) -> NodeConfig:
+    return build(NodeConfig, {**tree, "swim": {"preset": preset, **tree.get("swim", {})}})
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -381,9 +464,12 @@ __all__ = [
     "EtcdConfig",
     "Limits",
     "NodeConfig",
+    "SwimConfig",
     "build",
+    "lan",
     "load",
     "local",
     "parse_size",
     "replace",
+    "wan",
 ]

@@ -92,6 +92,11 @@ class DataServer:
     def __len__(self) -> int:
         return len(self._peers)
 
+    @property
+    def busy(self) -> int:
+        """Connections that are in the middle of a request or an answer."""
+        return sum(peer.busy for peer in self._peers)
+
     def bind(self, address: str, port: int = 0) -> int:
         """Listen; returns the port. Raises ConfigError."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

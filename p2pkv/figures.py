@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from p2pkv import clock, wire
 from p2pkv._version import __version__
 from p2pkv.objects import Reason
+from p2pkv.swim_messages import Status
 from p2pkv.wire import Kind
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def collect(node: Node) -> wire.NodeStats:
     counters = store.counters
     contact = node._contact_ns()
     assert node.member is not None
+    swim, entries = node.liveness.swim, node.liveness.entries()
     labels = {
         "version": __version__,
         "endpoint": node.endpoint,
@@ -28,11 +30,22 @@ def collect(node: Node) -> wire.NodeStats:
         "arena": str(node._store.arena.path),
         "planner": str(node._ownership.view.planner == node.member).lower(),
         "serving": str(node._may_serve(now)).lower(),
+        "members": ",".join(f"{e.member}={e.status.name.lower()}" for e in entries),
     }
     figures: dict[str, float] = {
         "uptime_s": (now - node._started_ns) / 1e9,
         "etcd_contact_age_s": (now - contact) / 1e9 if contact else -1.0,
-        "members_seen": len(node._contacts.seen(now)),
+        "members_seen": swim.present,
+        "members_suspected": sum(e.status == Status.SUSPECT for e in entries),
+        "members_dead": sum(e.status == Status.DEAD for e in entries),
+        "members_left": sum(e.status == Status.LEFT for e in entries),
+        "heartbeats_sent_total": node._heartbeats,
+        "gossip_awareness": swim.awareness,
+        "gossip_away_total": swim.away_total,
+        "gossip_refuted_total": swim.refuted_total,
+        "gossip_sent_total": swim.sent_total,
+        "gossip_dropped_total": node._gossip.dropped,
+        "gossip_refused_total": node._gossip.refused,
         "buckets_owned": node._ownership.owned,
         "buckets_backed_up": node._ownership.held - node._ownership.owned,
         "buckets_served": len(node._replicas.served),

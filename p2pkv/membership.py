@@ -1,7 +1,8 @@
 """Who is in contact with whom, and what may follow when etcd is not. Pure.
 
-Nodes send each other heartbeats that tell how long ago each node, as far as the sender knows, was
-in contact with etcd. From them follow two decisions that must never both be taken for one member:
+A node that needs to know (it *asks*) sends heartbeats to all others, and they answer. Heartbeats
+tell how long ago each node, as far as the sender knows, was in contact with etcd. From them follow
+two decisions that must never both be taken for one member:
 
 Self-fence (``may_serve``)
     A node goes on serving what it owns for ``fence_after_s`` after its last contact with etcd.
@@ -21,13 +22,23 @@ What counts as a contact
     unchanged and under its guard; only after that it has a contact. So a reset that was decided
     before, and is carried out late, fails at its guard.
 
+When a node asks
+    While its own contact is older than half of ``peer_contact_s``, and while it has been asked
+    about an owner without session (``lost``). Otherwise it sends nothing of its own accord. The
+    proof below does not need heartbeats at any time at which they are not sent: both rules rest on
+    what has been *answered*, and without answers neither holds. Who asks for the sake of a reset
+    has its ``reset_after_s`` of proof from the time at which it began to ask.
+
 Who counts as registered
     Those that have a node record in etcd. As the set changes, the two sides may hold different
-    ones. A node keeps to the last set that it was in itself, and tells its revision. P counts for a
-    majority only nodes that have been registered at the last revision that X told it and ever
-    since, and needs more than half of all that were registered at that revision or later. So P's
-    majority meets every majority of every set that X may hold. (Owners without session need not be
-    added: they are in the set of that revision. A member that P never heard is never lost for P.)
+    ones. A node keeps to the last set that it was in itself, and tells its revision, also in the
+    digests of ``swim`` (``told``): a word that is late names an older revision, which asks more of
+    P. While X serves by a majority's word it tells the revision of the set in which that was one,
+    should a newer set have come to it since. P counts for a majority only nodes that have been
+    registered at the last revision that X told it and ever since, and needs more than half of all
+    that were registered at that revision or later. So P's majority meets every majority of every
+    set that X may hold. (Owners without session need not be added: they are in the set of that
+    revision. A member whose revision P never heard is never lost for P.)
 
 Why not both
     Let P declare X lost at time t. X's session ended before t - 20 s (``reset_after_s``), so its
@@ -69,9 +80,11 @@ from msgspec import Meta as Limit
 
 from p2pkv.clock import MILLISECOND_NS, seconds
 from p2pkv.config import NodeConfig
-from p2pkv.errors import ConfigError, InvalidArgument
+from p2pkv.errors import ConfigError, InvalidArgument, ProtocolError
 from p2pkv.types import BootId, Member, NodeId, Revision
 
+HEARTBEAT = b"h"
+"""The kind of a heartbeat among the messages of ``gossip``."""
 HEARTBEATS_MISSED_MAX = 3
 MEMBERS_MAX = 4096
 """The largest cluster, and what one heartbeat can report."""
@@ -85,7 +98,7 @@ _MARGIN = 0.9
 _Time = Annotated[int, Limit(ge=0, le=(1 << 63) - 1)]
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
+class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the sender of a heartbeat knows of another member."""
 
     member: Member
@@ -97,8 +110,11 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     """``sent_ns`` of the newest heartbeat that the sender had from it. 0: none."""
 
 
-class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """Sent each ``heartbeat_s``, the same to all other members. Goes on the wire as it is."""
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Sent each ``heartbeat_s`` to all others by who asks, and by them in answer.
+
+    Goes on the wire as it is.
+    """
 
     sender: Member
     sent_ns: _Time
@@ -107,6 +123,24 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     """etcd's revision of the set of registered members that the sender counts majorities in."""
     reports: Annotated[tuple[Report, ...], Limit(max_length=MEMBERS_MAX + 1)]
     """The first is about the sender itself."""
+    asks: bool = False
+    """Whether an answer is wanted."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Heartbeat)
+
+
+def encode(heartbeat: Heartbeat) -> bytes:
+    return _encoder.encode(heartbeat)
+
+
+def decode(frame: bytes) -> Heartbeat:
+    """Check and decode a heartbeat. Raises ProtocolError."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as e:
+        raise ProtocolError(f"heartbeat: {e}") from None
 
 
 class _Peer:
@@ -182,6 +216,10 @@ class Contacts:
 
         self._own_contact_ns = _NEVER
         self._vouched_ns = _NEVER
+        self._vouched_revision = Revision(0)
+        """Of the set whose majority vouched."""
+        self._asking_until_ns = _NEVER
+        """For the sake of an owner without session."""
         self._sent_ns = 0
 
     # -- who is registered
@@ -211,6 +249,12 @@ class Contacts:
         if current.get(self.me.node) == self.me.boot:
             self._base, self._base_revision = frozenset(current), revision
 
+    def unchanged(self, revision: Revision) -> None:
+        """The members are still the same at this revision: what others hold then is known here."""
+        self._revision = max(revision, self._revision or revision)
+        if self._registered.get(self.me.node) == self.me.boot:
+            self._base_revision = max(revision, self._base_revision)
+
     def _check_registration(self, current: Mapping[NodeId, BootId], revision: Revision) -> None:
         if self._revision is not None and revision < self._revision:
             raise InvalidArgument(f"revision = {revision}: must be at least {self._revision}")
@@ -238,31 +282,62 @@ class Contacts:
         """The members that heartbeats go to: those registered, and those that left lately."""
         return {Member(node, peer.boot) for node, peer in self._peers.items()}
 
-    def seen(self, now: int) -> set[Member]:
-        """This member and those heard directly within the last heartbeats (three may be missed)."""
-        fresh = {Member(node, p.boot) for node, p in self._peers.items() if self._fresh(p, now)}
-        return fresh | {self.me}
-
     def _fresh(self, peer: _Peer, now: int) -> bool:
         return now - peer.heard_ns <= self._seen_ns
 
     # -- heartbeats
 
-    def beat(self, now: int, own_etcd_contact_ns: int) -> Heartbeat:
+    def beat(self, now: int, own_etcd_contact_ns: int) -> Heartbeat | None:
         """The heartbeat to send to each of ``peers`` now; to be called each ``heartbeat_s``.
 
-        ``own_etcd_contact_ns`` is this node's last contact as defined above, negative for none.
+        None: there is nothing to ask. ``own_etcd_contact_ns`` is this node's last contact as
+        defined above, negative for none.
         """
-        now = self._sent_ns = max(now, self._sent_ns + 1)
         self._own_contact_ns = max(self._own_contact_ns, own_etcd_contact_ns)
         self._note_departures(now)
+        asks = self._asks(now)
+        heartbeat = self._heartbeat(now, asks) if asks else None
         self._renew(now)
+        return heartbeat
+
+    def answer(self, heartbeat: Heartbeat, now: int, own_etcd_contact_ns: int) -> Heartbeat | None:
+        """What to send to the sender of a heartbeat that was heard.
+
+        None: it did not ask, or the next of this node's own heartbeats answers it too.
+        """
+        self._own_contact_ns = max(self._own_contact_ns, own_etcd_contact_ns)
+        if not heartbeat.asks or self._asks(now):
+            return None
+        return self._heartbeat(now, asks=False)
+
+    def _asks(self, now: int) -> bool:
+        return now <= self._asking_until_ns or (self._vouching and self._is_cut_off(now))
+
+    def _is_cut_off(self, now: int) -> bool:
+        """Without contact for some time, and not yet fenced: after that no word would help."""
+        last = max(self._own_contact_ns, self._vouched_ns)
+        return now - self._own_contact_ns >= self._recent_ns // 2 and now - last <= self._fence_ns
+
+    def told_revision(self, now: int) -> Revision:
+        """etcd's revision of the set of registered members that this node counts majorities in."""
+        vouched = now - self._vouched_ns <= self._fence_ns
+        return min(self._base_revision, self._vouched_revision) if vouched else self._base_revision
+
+    def told(self, member: Member, revision: Revision) -> None:
+        """A member said so (``told_revision``), be it long ago or by way of others."""
+        peer = self._peers.get(member.node)
+        if peer is not None and peer.boot == member.boot:
+            peer.revision = max(peer.revision, revision)
+
+    def _heartbeat(self, now: int, asks: bool) -> Heartbeat:
+        now = self._sent_ns = max(now, self._sent_ns + 1)
         own = self._report(self.me, max(0, self._own_contact_ns), self._own_contact_ns, 0)
         others = (
             self._report(Member(node, p.boot), p.contact_name, p.contact_at_ns, p.heard_sent_ns)
             for node, p in self._peers.items()
         )
-        return Heartbeat(self.me, self._sent_ns, self._base_revision, (own, *others))
+        revision = self.told_revision(now)
+        return Heartbeat(self.me, self._sent_ns, revision, (own, *others), asks)
 
     def _report(self, member: Member, name: int, at_ns: int, heard_sent_ns: int) -> Report:
         age_ms = max(0, self._sent_ns - at_ns) // MILLISECOND_NS if name else 0
@@ -278,7 +353,7 @@ class Contacts:
         if sender.boot < peer.boot or heartbeat.sent_ns <= peer.heard_sent_ns:
             return False
         peer.heard_ns, peer.heard_sent_ns = now, heartbeat.sent_ns
-        peer.revision = Revision(heartbeat.revision)
+        self.told(sender, Revision(heartbeat.revision))
         peer.quiet = True
         for report in heartbeat.reports:
             if report.member == self.me:
@@ -336,19 +411,29 @@ class Contacts:
         needed = len(self._base) // 2
         if needed <= len(answers):
             since = answers[needed - 1] if needed else now
-            self._vouched_ns = max(self._vouched_ns, since)
+            if since > self._vouched_ns:
+                self._vouched_ns, self._vouched_revision = since, self._base_revision
 
     # -- the Reset rule
 
     def lost(self, now: int, owners: Collection[Member]) -> set[Member]:
-        """Those of ``owners`` (members that own buckets) that may be taken for lost."""
-        return {owner for owner in owners if self._is_lost(owner, now)}
+        """Those of ``owners`` (members that own buckets) that may be taken for lost.
+
+        If one is without session, this node asks from now on; to be called at least as often as
+        ``beat``, as long as it is.
+        """
+        departed = [owner for owner in owners if self._is_departed(owner)]
+        if departed:
+            self._asking_until_ns = now + self._seen_ns
+        return {owner for owner in departed if self._is_lost(owner, now)}
+
+    def _is_departed(self, owner: Member) -> bool:
+        tenure = self._tenures.get(owner.node)
+        return tenure is not None and tenure.left is not None
 
     def _is_lost(self, owner: Member, now: int) -> bool:
-        tenure, peer = self._tenures.get(owner.node), self._peers.get(owner.node)
-        if tenure is None or tenure.left is None or tenure.gone_ns is None:
-            return False
-        if not self._lasted(tenure.gone_ns, now):
+        tenure, peer = self._tenures[owner.node], self._peers.get(owner.node)
+        if tenure.gone_ns is None or not self._lasted(tenure.gone_ns, now):
             return False
         if peer is None or peer.boot != owner.boot or peer.revision < self._history_from:
             return False

@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from p2pkv import clock, ring, wire
+from p2pkv import clock, membership, ring, wire
 from p2pkv.arena import Arena
 from p2pkv.async_client import AsyncClient
 from p2pkv.async_driver import AsyncDriver
@@ -30,12 +30,14 @@ from p2pkv.config import ClientConfig, NodeConfig
 from p2pkv.data_server import DataServer
 from p2pkv.data_server import Filling as FillingLike
 from p2pkv.errors import AuthorityUnavailable, Conflict, P2PKVError, ProtocolError
-from p2pkv.gossip import Gossip
+from p2pkv.gossip import SOCKETS_MAX, Gossip
 from p2pkv.handlers import Handlers
 from p2pkv.hostlock import HostLock
 from p2pkv.journal import Journal
 from p2pkv.learning import Learning
-from p2pkv.membership import Contacts, Heartbeat
+from p2pkv.liveness import PACKET, Liveness
+from p2pkv.load import Load
+from p2pkv.membership import HEARTBEAT, Contacts
 from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
 from p2pkv.payload import FRAMES, STREAM
@@ -44,13 +46,16 @@ from p2pkv.records import BucketChange, Meta, NodeRecord
 from p2pkv.replicas import Pace, Replicas
 from p2pkv.replication import Settings, Timing
 from p2pkv.replicator import Replicator
+from p2pkv.roster import Event
 from p2pkv.routing import Reply, Request, Router
 from p2pkv.scrub import Scrub
 from p2pkv.sessions import Deferred, Response, Session, Sessions
 from p2pkv.store import Store
+from p2pkv.swim import Swim
+from p2pkv.swim_messages import Digest
 from p2pkv.talker import Talker
 from p2pkv.transport import ServerSocket, endpoint_of, new_client_id, new_session
-from p2pkv.types import Member, NodeId
+from p2pkv.types import Member, NodeId, Revision
 from p2pkv.wire import Checksums, Fault, Kind
 
 log = logging.getLogger("p2pkv.node")
@@ -84,6 +89,7 @@ class Node:
         self._ready: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._garbage = 0
+        self._heartbeats = 0
         self._started_ns = 0
 
     # -- life
@@ -192,23 +198,30 @@ class Node:
             value_bytes_max=config.limits.value_bytes_max,
         )
         context: zmq.Context[Any] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, SOCKETS_MAX + 2 * config.sessions_max)
         server = ServerSocket(context, config.limits, self._on_message)
         token = meta.fingerprint.encode()
-        gossip = Gossip(context, config.limits, token, self._on_heartbeat)
+        gossip = Gossip(
+            context,
+            config.limits,
+            token,
+            {HEARTBEAT: self._on_heartbeat, PACKET: lambda frame: self.liveness.take(frame)},
+            lambda member: self.liveness.broke(member),
+        )
         talker = Talker(context, config.limits, token, lambda talk: self._replicator.on_talk(talk))
         self._data = DataServer(
             config.limits, self, clock.seconds(config.read_deadline_s), 2 * config.sessions_max
         )
         try:
             port = server.bind(config.bind, config.control_port)
-            gossip_port = gossip.bind(config.bind)
+            self._gossip_endpoint = endpoint_of(config.advertised, gossip.bind(config.bind))
             talk_port = talker.bind(config.bind)
             self._data_endpoint = endpoint_of(config.advertised, self._data.bind(config.bind))
             self.endpoint = endpoint_of(config.advertised, port)
             record = NodeRecord(
                 boot=_NO_BOOT,
                 control=(self.endpoint,),
-                gossip=(endpoint_of(config.advertised, gossip_port),),
+                gossip=(self._gossip_endpoint,),
                 data=(self._data_endpoint,),
                 replication=(endpoint_of(config.advertised, talk_port),),
                 weight=config.weight,
@@ -243,6 +256,9 @@ class Node:
         self._zmq = context
         self._lending = Lending()
         self._contacts = Contacts(config, member)
+        swim = Swim(config.swim, member, self._gossip_endpoint, self._random, clock.monotonic())
+        self.liveness = Liveness(swim, gossip, self._digest)
+        self.liveness.subscribe(self._on_member)
         self._ownership = Ownership(member, view, meta.fingerprint)
         self._router = Router()
         self._sessions = Sessions(
@@ -298,6 +314,7 @@ class Node:
             self._authority_of(), self._random,
         )  # fmt: skip
         journal.wake = self._replicator.wake
+        self._load = Load(store, self._data, self._driver)
         self._planner = Planner(PlannerLimits(rebuild_delay_s=config.rebuild_delay_s))
         self._plan_wanted = asyncio.Event()
         self._ownership.on_change = self._on_ring_change
@@ -317,11 +334,13 @@ class Node:
             jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
                 self._follow, self._beat, self._keep_house, self._plan, self._affirm,
                 self._replicator.run, self._scrub.run, self._tell_draining,
+                self.liveness.run,
             ]  # fmt: skip
             tasks = [group.create_task(job(), name=job.__qualname__) for job in jobs]
             if not self._ready.done():
                 self._ready.set_result(None)
             await self._stopping.wait()
+            self.liveness.leave()
             for task in tasks:
                 task.cancel()
         if authority.superseded:
@@ -344,11 +363,18 @@ class Node:
                 self._ownership.take_delta(delta)
                 if delta.nodes or delta.gap:
                     self._register_contacts(delta.gap)
+                else:
+                    self._contacts.unchanged(self._ownership.view.revision)
 
     async def _beat(self) -> None:
+        """Ask the others about etcd, when their word is needed."""
         while True:
+            for entry in self.liveness.entries():
+                self._contacts.told(entry.member, Revision(entry.digest.revision))
             heartbeat = self._contacts.beat(clock.monotonic(), self._contact_ns())
-            self._gossip.send(heartbeat)
+            if heartbeat is not None:
+                self._heartbeats += 1
+                self._gossip.send_all(HEARTBEAT, membership.encode(heartbeat))
             await asyncio.sleep(self.config.heartbeat_s)
 
     async def _keep_house(self) -> None:
@@ -433,14 +459,27 @@ class Node:
         view = self._ownership.view
         members = [Member(n, r.boot) for n, r in view.nodes.items()]
         self._contacts.register(members, view.revision, gap)
-        addresses = {m: self._ownership.address_of(m) for m in self._contacts.peers()}
-        self._gossip.connect({m: r.gossip[0] for m, r in addresses.items() if r and r.gossip})
-        self._talker.connect(
-            {m: r.replication[0] for m, r in addresses.items() if r and r.replication}
-        )
+        known = {m: self._ownership.address_of(m) for m in self._contacts.peers()}
+        addresses = {m: r.gossip[0] for m, r in known.items() if r and r.gossip}
+        self._gossip.connect({e.member: e.address for e in self.liveness.entries()} | addresses)
+        self.liveness.register({m: addresses[m] for m in members if m in addresses})
+        self._talker.connect({m: r.replication[0] for m, r in known.items() if r and r.replication})
 
-    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        self._contacts.heard(heartbeat, clock.monotonic())
+    def _on_heartbeat(self, frame: bytes) -> None:
+        heartbeat, now = membership.decode(frame), clock.monotonic()
+        if self._contacts.heard(heartbeat, now):
+            answer = self._contacts.answer(heartbeat, now, self._contact_ns())
+            if answer is not None:
+                self._heartbeats += 1
+                self._gossip.send(heartbeat.sender, HEARTBEAT, membership.encode(answer))
+
+    def _on_member(self, event: Event) -> None:
+        """Somebody is suspected, dead, gone or back: a reason to look, and no more than that."""
+        self._plan_wanted.set()
+
+    def _digest(self) -> Digest:
+        revision = self._contacts.told_revision(clock.monotonic())
+        return self._load.digest(int(revision), clock.monotonic())
 
     def _contact_ns(self) -> int:
         return self._authority_of().contact_ns

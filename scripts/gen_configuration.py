@@ -54,6 +54,12 @@ SECTIONS: list[tuple[str, str, str, type[msgspec.Struct]]] = [
         config.Limits,
     ),
     (
+        "Who is alive",
+        "`SwimConfig`: the field `swim` of a node. The nodes of a cluster should agree on it.",
+        "swim",
+        config.SwimConfig,
+    ),
+    (
         "A client",
         "`ClientConfig`: the client commands of `p2pkv`. `p2pkv.Client` and `p2pkv.AsyncClient` "
         "take the same as arguments, see their docstrings.",
@@ -111,7 +117,7 @@ def rows(prefix: str, kind: type[msgspec.Struct]) -> list[str]:
     meaning = remarks(kind)
     lines = ["| field | default | allowed | |", "|---|---|---|---|"]
     for field in msgspec.structs.fields(kind):
-        if field.name in ("etcd", "limits"):
+        if field.name in ("etcd", "limits", "swim"):
             lines.append(f"| `{field.name}.…` | | see below | |")
             continue
         name = f"{prefix}.{field.name}" if prefix else field.name

@@ -168,6 +168,8 @@ async def test_the_figures_are_named_by_unit_and_tell_what_was_done(etcd: EtcdCl
     assert {name: stats.figures[name] for name in expected} == expected
     assert 0 <= stats.figures["etcd_contact_age_s"] < 5
     counts = {"members_seen", "sessions", "pins", "objects", "allocations", "data_connections"}
+    counts |= {"members_suspected", "members_dead", "members_left", "gossip_awareness"}
+    counts |= {"buckets_backed_up", "buckets_served", "buckets_waiting", "buckets_copying"}
     units = ("_total", "_s", "_bytes", "_ratio", "_owned", "_moving", "_learning")
     unnamed = [n for n in stats.figures if n not in counts and not n.endswith(units)]
     assert unnamed == [], unnamed

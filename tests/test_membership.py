@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from p2pkv import membership
 from p2pkv.clock import SECOND_NS
 from p2pkv.config import local
-from p2pkv.errors import ConfigError, InvalidArgument
+from p2pkv.errors import ConfigError, InvalidArgument, ProtocolError
 from p2pkv.membership import Contacts, Heartbeat, Report
 from p2pkv.types import BootId, Member, NodeId, Revision
 
@@ -36,13 +36,28 @@ def contacts(me: Member, *others: Member, **config: Any) -> Contacts:
     return result
 
 
+ASK = Heartbeat(B, 1, 1, (Report(B),), asks=True)
+
+
+def say(who: Contacts, now: int, contact: int) -> Heartbeat:
+    """The heartbeat that it sends now: of its own accord, or because it is asked."""
+    beat = who.beat(now, contact) or who.answer(ASK, now, contact)
+    assert beat is not None
+    return beat
+
+
 def exchange(now: float, **contact: tuple[Contacts, float]) -> None:
-    """All send a heartbeat at ``now`` and hear all others' at once."""
+    """Those that ask send a heartbeat at ``now``, and the others hear and answer at once."""
     beats = {name: c.beat(s(now), s(at)) for name, (c, at) in contact.items()}
-    for name, (c, _) in contact.items():
-        for other, beat in beats.items():
-            if other != name:
-                assert c.heard(beat, s(now) + 1)
+    for name, beat in beats.items():
+        for other, (c, at) in contact.items():
+            if other == name:
+                continue
+            c.told(contact[name][0].me, contact[name][0].told_revision(s(now)))
+            if beat is not None and c.heard(beat, s(now) + 1):
+                answer = c.answer(beat, s(now) + 1, s(at))
+                if answer is not None:
+                    contact[name][0].heard(answer, s(now) + 2)
 
 
 # -- configuration
@@ -80,7 +95,7 @@ def test_an_older_revision_is_refused_and_changes_nothing() -> None:
     a = contacts(A, B)
     with pytest.raises(InvalidArgument, match="revision = 0"):
         a.register([A], Revision(0))
-    assert a.beat(s(1), s(1)).revision == 1
+    assert say(a, s(1), s(1)).revision == 1
 
 
 def test_too_many_members_are_refused() -> None:
@@ -98,18 +113,18 @@ def test_only_so_many_departed_members_are_remembered(monkeypatch: pytest.Monkey
     for i in range(4):
         a.register([A, *gone[i + 1 :]], Revision(2 + i))
     for now in (100, 119):
-        a.beat(s(now), s(now))
+        say(a, s(now), s(now))
         assert a.peers() == set(gone), "none left long enough ago"
-    a.beat(s(120), s(120))
+    say(a, s(120), s(120))
     assert a.peers() == set(gone[2:])
 
 
 def test_a_node_counts_majorities_in_the_last_set_that_it_was_in() -> None:
     a = contacts(A, B)
     a.register([B, C], Revision(2))
-    assert a.beat(s(1), s(1)).revision == 1
+    assert say(a, s(1), s(1)).revision == 1
     a.register([A, B, C], Revision(3))
-    assert a.beat(s(2), s(2)).revision == 3
+    assert say(a, s(2), s(2)).revision == 3
 
 
 # -- heartbeats
@@ -118,21 +133,35 @@ def test_a_node_counts_majorities_in_the_last_set_that_it_was_in() -> None:
 def test_a_heartbeat_survives_the_wire() -> None:
     a, b = contacts(A, B), contacts(B, A)
     exchange(1, a=(a, 0.5), b=(b, 0.7))
-    beat = a.beat(s(1.5), s(0.5))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat), type=Heartbeat) == beat
+    beat = say(a, s(1.5), s(0.5))
+    assert membership.decode(membership.encode(beat)) == beat
 
 
 def test_a_heartbeat_of_more_reports_than_members_is_refused_by_the_decoder() -> None:
     report = Report(A)
     beat = Heartbeat(A, 1, 1, (report,) * (membership.MEMBERS_MAX + 2))
-    with pytest.raises(msgspec.ValidationError, match="length"):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(beat), type=Heartbeat)
+    with pytest.raises(ProtocolError, match=r"heartbeat: .*length"):
+        membership.decode(membership.encode(beat))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xff",
+        msgspec.msgpack.encode([["a", 1], -1, 1, []]),
+        msgspec.msgpack.encode([["a", 1], 1, 1, [], True, "more"]),
+    ],
+)
+def test_what_is_no_heartbeat_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match="heartbeat: "):
+        membership.decode(frame)
 
 
 def test_a_heartbeat_tells_own_and_others_contacts_as_ages() -> None:
     a, b = contacts(A, B), contacts(B, A)
-    a.heard(b.beat(s(7), s(5)), s(100))
-    beat = a.beat(s(103.0006), s(102))
+    a.heard(say(b, s(7), s(5)), s(100))
+    beat = say(a, s(103.0006), s(102))
     assert beat.reports == (
         Report(A, contact_name=s(102), contact_age_ms=1000),
         Report(B, contact_name=s(5), contact_age_ms=5000, heard_sent_ns=s(7)),
@@ -140,12 +169,12 @@ def test_a_heartbeat_tells_own_and_others_contacts_as_ages() -> None:
 
 
 def test_a_node_without_contact_says_so() -> None:
-    assert contacts(A).beat(s(1), NEVER).reports == (Report(A),)
+    assert say(contacts(A), s(1), NEVER).reports == (Report(A),)
 
 
 def test_heartbeats_sent_in_the_same_instant_have_rising_times() -> None:
     a = contacts(A)
-    assert a.beat(s(1), s(1)).sent_ns < a.beat(s(1), s(1)).sent_ns
+    assert say(a, s(1), s(1)).sent_ns < say(a, s(1), s(1)).sent_ns
 
 
 @pytest.mark.parametrize(
@@ -153,40 +182,109 @@ def test_heartbeats_sent_in_the_same_instant_have_rising_times() -> None:
 )
 def test_a_heartbeat_is_ignored_of(sender: Member) -> None:
     a = contacts(A, B)
-    assert not a.heard(Heartbeat(sender, s(1), 1, (Report(sender),)), s(1))
-    assert a.seen(s(1)) == {A}
+    assert not a.heard(Heartbeat(sender, s(1), 1, (Report(sender, 5, 5),)), s(1))
+    assert say(a, s(1), s(1)).reports[1:] == (Report(B),)
 
 
 def test_an_overtaken_or_repeated_heartbeat_is_ignored() -> None:
     a, b = contacts(A, B), contacts(B, A)
-    first, second = b.beat(s(1), s(1)), b.beat(s(2), s(2))
+    first, second = say(b, s(1), s(1)), say(b, s(2), s(2))
     assert a.heard(second, s(2))
     assert not a.heard(first, s(9))
     assert not a.heard(second, s(9))
-    assert a.seen(s(9)) == {A}
+    assert say(a, s(9), s(9)).reports[1] == Report(B, s(2), 7000, s(2))
 
 
 def test_a_new_life_is_heard_before_its_registration_is_known() -> None:
     a = contacts(A, B)
     restarted = contacts(member("b", 2), A)
-    assert a.heard(restarted.beat(s(1), s(1)), s(1))
-    assert a.seen(s(1)) == {A, member("b", 2)}
+    assert a.heard(say(restarted, s(1), s(1)), s(1))
+    assert a.peers() == {member("b", 2)}
 
 
-def test_a_member_is_seen_until_more_than_three_heartbeats_are_missing() -> None:
+# -- asking
+
+
+def test_a_node_with_contact_asks_nothing_and_answers_who_asks() -> None:
     a, b = contacts(A, B), contacts(B, A)
-    a.heard(b.beat(s(1), s(1)), s(1))
-    assert a.seen(s(3)) == {A, B}
-    assert a.seen(s(3) + 1) == {A}
+    assert a.beat(s(100), s(98)) is None
+    answer = a.answer(ASK, s(100), s(99))
+    assert answer is not None
+    assert not answer.asks
+    assert b.heard(answer, s(100))
+    assert b.answer(answer, s(100), s(100)) is None, "an answer wants none"
+
+
+def test_a_node_asks_from_half_of_the_time_that_a_contact_counts_until_it_is_fenced() -> None:
+    a = contacts(A, B, C)
+    assert a.beat(s(102.4), s(100)) is None
+    for now in (102.5, 110):
+        beat = a.beat(s(now), s(100))
+        assert beat is not None
+        assert beat.asks
+    assert a.beat(s(110) + 1, s(100)) is None
+    assert contacts(A, B, etcd_loss="fence").beat(s(105), s(100)) is None
+
+
+def test_who_asks_answers_by_its_next_heartbeat() -> None:
+    a = contacts(A, B)
+    assert a.answer(ASK, s(105), s(100)) is None
+
+
+def test_a_node_asks_while_it_is_asked_about_an_owner_without_session() -> None:
+    a = contacts(A, B, C)
+    assert a.lost(s(100), {A, B, C, D}) == set()
+    assert a.beat(s(100), s(100)) is None
+    a.register([A, B], Revision(2))
+    assert a.lost(s(101), {C}) == set()
+    for now in (101, 103):
+        assert a.beat(s(now), s(now)) is not None
+    assert a.beat(s(103) + 1, s(103)) is None
+
+
+def test_what_is_told_of_sets_of_members_counts_for_this_life_only_and_never_goes_back() -> None:
+    def reset_with(*told: tuple[Member, int]) -> set[Member]:
+        def tell(nodes: dict[str, Contacts]) -> None:
+            nodes["a"].register([A, B], Revision(9), gap=True)
+            nodes["a"].register([A, B, C], Revision(10))
+            for who, revision in told:
+                nodes["a"].told(who, Revision(revision))
+            nodes["a"].register([A, B], Revision(11))
+            nodes["b"].register([A, B], Revision(11))
+
+        a = cluster(130, then={101.0: tell})
+        return a.lost(s(130), {C})
+
+    assert reset_with((C, 10)) == {C}
+    assert reset_with((C, 10), (C, 3)) == {C}
+    assert reset_with((C, 8)) == set()
+    assert reset_with((member("c", 2), 10), (D, 10)) == set()
+
+
+def test_an_unchanged_set_is_told_by_the_newest_revision() -> None:
+    a = contacts(A, B)
+    a.unchanged(Revision(7))
+    a.unchanged(Revision(6))
+    assert a.told_revision(s(1)) == 7
+    a.register([B], Revision(8))
+    a.unchanged(Revision(9))
+    assert a.told_revision(s(1)) == 7, "not of a set that it is not in"
+
+
+def test_who_serves_on_the_word_of_a_majority_tells_of_the_set_which_that_was_one_of() -> None:
+    a, _ = outage(130)
+    a.register([A, B, C, D], Revision(5))
+    assert a.told_revision(s(139)) == 1
+    assert a.told_revision(s(141)) == 5
 
 
 def test_of_two_ages_of_one_contact_the_greater_counts() -> None:
     a = contacts(A, B, C)
     a.heard(Heartbeat(B, 1, 1, (Report(B), Report(C, s(50), 4000))), s(1))
     a.heard(Heartbeat(B, 2, 1, (Report(B), Report(C, s(50), 3000))), s(1))
-    assert a.beat(s(1), s(1)).reports[2].contact_age_ms == 4000
+    assert say(a, s(1), s(1)).reports[2].contact_age_ms == 4000
     a.heard(Heartbeat(B, 3, 1, (Report(B), Report(C, s(50), 5000))), s(1))
-    assert a.beat(s(1), s(1)).reports[2].contact_age_ms == 5000
+    assert say(a, s(1), s(1)).reports[2].contact_age_ms == 5000
 
 
 def test_a_newer_contact_replaces_an_older_one_and_not_the_other_way_round() -> None:
@@ -194,14 +292,14 @@ def test_a_newer_contact_replaces_an_older_one_and_not_the_other_way_round() -> 
     a.heard(Heartbeat(B, 1, 1, (Report(B), Report(C, s(50), 4000))), s(1))
     a.heard(Heartbeat(B, 2, 1, (Report(B), Report(C, s(51), 100))), s(1))
     a.heard(Heartbeat(B, 3, 1, (Report(B), Report(C, s(49), 9000))), s(1))
-    assert a.beat(s(1), s(1)).reports[2] == Report(C, s(51), 100)
+    assert say(a, s(1), s(1)).reports[2] == Report(C, s(51), 100)
 
 
 def test_reports_on_strangers_and_on_other_lives_are_not_relayed() -> None:
     a = contacts(A, B, C)
     reports = (Report(B), Report(D, 5, 5), Report(member("c", 2), 5, 5))
     a.heard(Heartbeat(B, 1, 1, reports), s(1))
-    assert a.beat(s(1), s(1)).reports[1:] == (Report(B, heard_sent_ns=1), Report(C))
+    assert say(a, s(1), s(1)).reports[1:] == (Report(B, heard_sent_ns=1), Report(C))
 
 
 @given(
@@ -211,13 +309,13 @@ def test_a_relayed_contact_never_seems_older_than_it_is(hops: list[tuple[int, in
     nodes = [contacts(A, B, C), contacts(B, A, C)]
     c = contacts(C, A, B)
     now = s(100)
-    nodes[0].heard(c.beat(now, now), now)
+    nodes[0].heard(say(c, now, now), now)
     for i, (wait, flight) in enumerate(hops):
         now += wait
-        beat = nodes[i % 2].beat(now, NEVER)
+        beat = say(nodes[i % 2], now, NEVER)
         now += flight
         nodes[(i + 1) % 2].heard(beat, now)
-    newest = nodes[len(hops) % 2].beat(now, NEVER)
+    newest = say(nodes[len(hops) % 2], now, NEVER)
     report = next(r for r in newest.reports if r.member == C)
     assert report.contact_age_ms * 1_000_000 <= newest.sent_ns - s(100)
 
@@ -263,7 +361,7 @@ def test_a_minority_does_not_vouch() -> None:
 def test_a_single_node_vouches_for_itself() -> None:
     a = contacts(A)
     for now in range(100, 131):
-        a.beat(s(now), s(100))
+        say(a, s(now), s(100))
     assert a.may_serve(s(131), s(100))
 
 
@@ -292,9 +390,9 @@ def test_one_that_is_seen_and_knows_of_a_contact_outweighs_a_majority() -> None:
 
 def test_a_heartbeat_vouches_for_the_time_that_it_answers() -> None:
     a = contacts(A, B)
-    sent = a.beat(s(100), s(100)).sent_ns
+    sent = say(a, s(100), s(100)).sent_ns
     for now in (106, 108):
-        a.beat(s(now), s(100))
+        say(a, s(now), s(100))
     a.heard(Heartbeat(B, 1, 1, (Report(B), Report(A, heard_sent_ns=sent + s(6)))), s(109))
     assert a.may_serve(s(116), s(100))
     assert not a.may_serve(s(116.1), s(100))
@@ -302,7 +400,7 @@ def test_a_heartbeat_vouches_for_the_time_that_it_answers() -> None:
 
 def test_an_answer_to_a_heartbeat_that_was_never_sent_does_not_count() -> None:
     a = contacts(A, B)
-    a.beat(s(106), s(100))
+    say(a, s(106), s(100))
     a.heard(Heartbeat(B, 1, 1, (Report(B), Report(A, heard_sent_ns=s(107)))), s(109))
     assert not a.may_serve(s(111), s(100))
 
@@ -311,10 +409,10 @@ def test_those_that_are_forgotten_do_not_vouch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(membership, "DEPARTED_MAX", 0)
     a = contacts(A, B)
     a.register([], Revision(2))
-    a.beat(s(70), s(100))
-    a.beat(s(100), s(100))
+    say(a, s(70), s(100))
+    say(a, s(100), s(100))
     assert a.peers() == set()
-    a.beat(s(106), s(100))
+    say(a, s(106), s(100))
     assert not a.may_serve(s(111), s(100))
 
 
@@ -339,6 +437,7 @@ def cluster(
                 node.register([A, B], Revision(2))
         if then and now in then:
             then[now](nodes)
+        nodes["a"].lost(s(now), {A, B, C})
         exchange(now, **{n: (node, int(now)) for n, node in nodes.items() if n not in quiet})
         now += 0.5
     return nodes["a"]
@@ -347,7 +446,7 @@ def cluster(
 def test_a_member_is_lost_when_its_session_was_gone_for_twenty_seconds() -> None:
     a = cluster(125)
     assert a.lost(s(120.4), {A, B, C}) == set()
-    assert a.lost(s(120.5), {A, B, C}) == {C}
+    assert a.lost(s(120.5) + 2, {A, B, C}) == {C}
 
 
 def test_a_member_that_left_since_the_last_heartbeat_is_not_lost_yet() -> None:
@@ -391,9 +490,10 @@ def test_a_gap_in_our_contact_starts_the_time_again() -> None:
     for half_seconds in range(182, 266):
         now = half_seconds / 2
         contact = 105 if 105 <= now < 112 else now
+        nodes["a"].lost(s(now), {C})
         exchange(now, **{name: (node, contact) for name, node in nodes.items()})
-    assert nodes["a"].lost(s(132.5), {C}) == set()
-    assert nodes["a"].lost(s(132.6), {C}) == {C}
+    assert nodes["a"].lost(s(132), {C}) == set()
+    assert nodes["a"].lost(s(132) + 2, {C}) == {C}
 
 
 def test_a_gap_in_the_revisions_forbids_to_declare_lost_what_was_lost_before() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +26,11 @@ ETCD = "etcd"
 CONFIG = local()
 Fault = tuple[float, str, Any]
 """Second, kind, arguments."""
+
+
+class Told(NamedTuple):
+    member: Member
+    revision: Revision
 
 
 class Etcd:
@@ -116,15 +121,35 @@ class Node:
         return set(self.owned) if self.contacts.may_serve(self.now, self.contact) else set()
 
     def step(self) -> None:
-        for heartbeat in self.queue:
-            self.contacts.heard(heartbeat, self.now)
+        for message in self.queue:
+            self._receive(message)
         self.queue.clear()
         if self.sim.linked(self.member.node, ETCD) and self.sim.etcd.up:
             self._talk_to_etcd()
         if self.sim.tick % 2 == 0:
             heartbeat = self.contacts.beat(self.now, self.contact)
-            for peer in sorted(self.contacts.peers()):
+            for peer in sorted(self.contacts.peers()) if heartbeat else ():
+                self.sim.counts["heartbeats"] += 1
                 self.sim.send(self.member.node, peer, heartbeat)
+        if self.sim.tick % TICKS_PER_S == 0:
+            self._tell_one()
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, Told):
+            self.contacts.told(*message)
+        elif self.contacts.heard(message, self.now):
+            answer = self.contacts.answer(message, self.now, self.contact)
+            if answer is not None:
+                self.sim.counts["answers"] += 1
+                self.sim.send(self.member.node, message.sender, answer)
+
+    def _tell_one(self) -> None:
+        """What the digests of ``swim`` carry."""
+        peers = sorted(self.contacts.peers())
+        if peers:
+            peer = peers[self.sim.tick // TICKS_PER_S % len(peers)]
+            told = Told(self.member, self.contacts.told_revision(self.now))
+            self.sim.send(self.member.node, peer, told)
 
     def _talk_to_etcd(self) -> None:
         etcd, tick = self.sim.etcd, self.sim.tick
@@ -271,6 +296,16 @@ class Sim:
 
     def _one_way(self, links: list[tuple[str, str]]) -> None:
         self.cut |= set(links)
+
+    def _open_one_way(self, link: tuple[str, str]) -> None:
+        self.cut.discard(link)
+
+    def _old_news(self, name: str) -> None:
+        """A member of etcd that lags behind delivers changes, and no contact."""
+        node = self.nodes[name]
+        for revision, members in self.etcd.log:
+            if revision > node.view_revision and node.member in members:
+                node.contacts.register(members, Revision(revision))
 
     def _heal(self, _: Any) -> None:
         self.cut.clear()
@@ -446,6 +481,13 @@ class NeedsNoMajority(Contacts):
         return True
 
 
+class TellsTheNewestSet(Contacts):
+    """Also while it serves on the word of a majority of an older one."""
+
+    def told_revision(self, now: int) -> Revision:
+        return self._base_revision
+
+
 class NeverConfirms(Node):
     """Goes on under a new session without writing its records again."""
 
@@ -484,9 +526,10 @@ RACES: dict[str, tuple[list[Fault], dict[str, Any], dict[str, Any]]] = {
     ),
     "a member that is heard does not hear that there is contact": (
         [
-            (10, "one_way", both_ways("n0", ETCD)),
+            # n0 and n1 both count n0, vouch for each other, and so go on asking n2.
+            (10, "one_way", [*both_ways("n0", ETCD), *both_ways("n1", ETCD)]),
             (10, "lease_lost", "n0"),
-            (12.5, "one_way", [*both_ways("n1", ETCD), ("n2", "n0"), ("n2", "n1")]),
+            (12.5, "one_way", [("n2", "n0"), ("n2", "n1")]),
         ],
         {"ttl_s": 40},
         {"rule": SeesOneWay},
@@ -512,6 +555,19 @@ RACES: dict[str, tuple[list[Fault], dict[str, Any], dict[str, Any]]] = {
         ],
         {},
         {"rule": CountsNewcomers},
+    ),
+    "a node that is vouched for learns late of members that joined": (
+        [
+            (6, "stall_watch", ("n0", 400)),
+            (7, "start", "j0"),
+            (7, "start", "j1"),
+            (7, "start", "j2"),
+            (12, "partition", {"n0": 1, "n1": 1}),
+            (45, "old_news", "n0"),
+            (45, "open_one_way", ("n0", "j0")),
+        ],
+        {},
+        {"rule": TellsTheNewestSet},
     ),
     "a minority keeps contact": (
         [(10, "partition", {"n0": 1, "n1": 1})],

@@ -109,6 +109,7 @@ class LocalCluster:
             "--memory-limit-bytes": str(self.memory_bytes),
             "--bucket-count": str(self.bucket_count),
             "--replication-factor": str(self.replicas),
+            "--swim-preset": "local",
         }
         directory = state.directory(self.cluster)
         for number in range(1, self.count + 1):

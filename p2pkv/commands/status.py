@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,8 +47,10 @@ _FIGURES = (
 def status(config: ClientConfig, *, as_json: Json = False) -> None:
     """Show the nodes, what they hold, and whether every bucket has an owner.
 
-    With --json: {"cluster", "planner", "nodes": [...], "buckets": {"total", "without_owner",
-    "moving", "lost_owner"}}; with --seeds, without etcd, "buckets" and "planner" are null.
+    With --json: {"cluster", "planner", "nodes": [...], "gone", "buckets": {"total",
+    "without_owner", "moving", "lost_owner"}}; with --seeds, without etcd, "buckets" and "planner"
+    are null. "seen_as" of a node counts what the others take it for: "alive", "suspect", "dead",
+    "left"; "gone" has the members that are not asked and that others still know, in the same way.
     """
     from p2pkv.commands import survey
 
@@ -56,15 +59,37 @@ def status(config: ClientConfig, *, as_json: Json = False) -> None:
         places = survey.control_endpoints(view) if view else {e: e for e in config.seeds}
         said = survey.ask_nodes(config, list(places.values()))
     nodes = [_node(str(who), place, said[place], view) for who, place in places.items()]
+    gone = _opinions(said.values())
+    for node in nodes:
+        node["seen_as"] = gone.pop(node["member"], {})
     buckets = survey.count_buckets(view) if view else None
     planner = str(view.planner) if view and view.planner else None
     if as_json:
         print_json({"cluster": config.cluster, "planner": planner, "nodes": nodes,
-                    "buckets": buckets})  # fmt: skip
+                    "gone": gone, "buckets": buckets})  # fmt: skip
     else:
-        _print_status(config.cluster, nodes, buckets)
+        _print_status(config.cluster, nodes, gone, buckets)
     if nodes and not any(node["reachable"] for node in nodes):
         raise typer.Exit(UNREACHABLE)
+
+
+def _opinions(said: Iterable[Said]) -> dict[str | None, dict[str, int]]:
+    """What the nodes that answered take each other member for: how many say so."""
+    opinions: dict[str | None, dict[str, int]] = {}
+    for answer in said:
+        members = answer.stats.labels.get("members", "") if answer.stats else ""
+        for opinion in filter(None, members.split(",")):
+            member, _, status = opinion.partition("=")
+            counts = opinions.setdefault(member, {})
+            counts[status] = counts.get(status, 0) + 1
+    return opinions
+
+
+def _in_words(seen_as: dict[str, int]) -> str:
+    """``alive``; ``2 dead, 1 suspect`` where they differ."""
+    if len(seen_as) < 2:
+        return next(iter(seen_as), "")
+    return ", ".join(f"{count} {status}" for status, count in sorted(seen_as.items()))
 
 
 def _node(who: str, place: str, said: Said, view: View | None) -> dict[str, Any]:
@@ -93,12 +118,16 @@ def _plain(name: str, value: float | None) -> float | int | None:
     return value if value is None or name.endswith("_s") else int(value)
 
 
-_COLUMNS = ("member", "endpoint", "state", "buckets>", "objects>", "memory>", "hits>", "misses>",
-            "etcd contact>")  # fmt: skip
+_COLUMNS = ("member", "endpoint", "state", "seen as", "buckets>", "objects>", "memory>", "hits>",
+            "misses>", "etcd contact>")  # fmt: skip
 
 
-def _print_status(cluster: str, nodes: list[dict[str, Any]], buckets: Any) -> None:
+def _print_status(
+    cluster: str, nodes: list[dict[str, Any]], gone: dict[str | None, dict[str, int]], buckets: Any
+) -> None:
     print_table(f"cluster {cluster}", _COLUMNS, [_row(node) for node in nodes])
+    for member, seen_as in gone.items():
+        print(f"{member} is not registered, and seen as {_in_words(seen_as)}")
     if buckets is None:
         return
     troubles = (buckets.without_owner, buckets.moving, buckets.lost_owner)
@@ -111,13 +140,15 @@ def _print_status(cluster: str, nodes: list[dict[str, Any]], buckets: Any) -> No
 
 def _row(node: dict[str, Any]) -> tuple[object, ...]:
     if not node["reachable"]:
-        return (node["member"] or "?", node["endpoint"], f"unreachable: {node['reason']}")
+        reason = f"unreachable: {node['reason']}"
+        return (node["member"] or "?", node["endpoint"], reason, _in_words(node["seen_as"]))
     state = "serving" if node["serving"] else "not serving"
     used, limit = size(node["memory_used_bytes"]), size(node["memory_limit_bytes"])
     return (
         node["member"],
         node["endpoint"],
         "draining" if node["draining"] else state,
+        _in_words(node["seen_as"]),
         f"{int(node['buckets_owned'])}+{int(node['buckets_backed_up'])}",
         int(node["objects"]),
         f"{used} of {limit}",

@@ -52,6 +52,7 @@ FAST: dict[str, Any] = {
     "peer_contact_s": 1.0,
     "fence_after_s": 2.0,
     "reset_after_s": 4.0,
+    "swim": {"preset": "local"},
 }
 """Defaults of a test's nodes: small, and quick to notice trouble."""
 
