@@ -32,7 +32,9 @@ class DataPath:
         if not welcome.data:
             raise ValueError("the node has no data endpoint")
         self.link = DataLink(welcome.data[0], session.id, welcome.token, limits, CONNECT_TIMEOUT_S)
-        self.arena = SharedArena.open(*welcome.arena) if shared and welcome.arena else None
+        self.arena: SharedArena | None = None
+        if shared and welcome.arena:
+            self.arena = SharedArena.open(*welcome.arena, index=welcome.index)
         self.session = session
         self.proven = False
         """Whether it has answered anything yet."""

@@ -79,12 +79,21 @@ class Operations:
     def get(self, key: Key, timeout: float | None = None) -> Operation[bytes | None]:
         data = encode_key(key, self.limits)
         ctx = self.context(timeout)
+        value: bytes | None = self._read([data], None)[0]
+        if value is not None:
+            return value
         answer = yield from self._quick_get(ctx, data)
         if answer is not None:
             return None if answer.body.statuses else bytes(answer.frames[0])
-        results = yield from self._get(ctx, [data], None)
-        value: bytes | None = _single(results)
+        value = _single((yield from self._ask(ctx, [data], None)))
         return value
+
+    def _read(self, keys: list[bytes], targets: Sequence[Parts] | None) -> list[Any]:
+        """What can be read without asking: values, or their sizes if there are targets."""
+        published = self.router.published
+        if published is None:
+            return [None] * len(keys)
+        return published.get(keys) if targets is None else published.get_into(keys, targets)
 
     def _quick_get(self, ctx: Context, key: bytes) -> Operation[Reply | None]:
         """The usual answers to a get of one key: a hit in one frame, or a miss. Else None."""
@@ -198,6 +207,19 @@ class Operations:
         return op.once, _batch(op.results)
 
     def _get(
+        self, ctx: Context, keys: list[bytes], targets: list[Parts] | None
+    ) -> Operation[list[Any]]:
+        results = self._read(keys, targets)
+        left = [i for i, result in enumerate(results) if result is None]
+        if not left:
+            return results
+        if len(left) == len(keys):
+            return (yield from self._ask(ctx, keys, targets))
+        some = None if targets is None else [targets[i] for i in left]
+        _merge(results, left, (yield from self._ask(ctx, [keys[i] for i in left], some)))
+        return results
+
+    def _ask(
         self, ctx: Context, keys: list[bytes], targets: list[Parts] | None
     ) -> Operation[list[Any]]:
         buckets = yield from self._buckets(ctx, keys)
@@ -318,15 +340,34 @@ class Operations:
         self, keys: Iterable[Key], timeout: float | None = None, touch: bool = False
     ) -> Operation[list[bool]]:
         encoded = encode_keys(keys, self.limits)
-        results = yield from self._flags(
-            Kind.EXISTS, encoded, lambda k: wire.Exists(k, touch), timeout
-        )
+        if touch:
+            return _batch((yield from self._exists(encoded, timeout, True)))
+        there = self._there(encoded)
+        left = [i for i, flag in enumerate(there) if not flag]
+        results: list[Any] = [True] * len(encoded)
+        if left:
+            asked = [encoded[i] for i in left]
+            _merge(results, left, (yield from self._exists(asked, timeout, False)))
         return _batch(results)
+
+    def _there(self, keys: list[bytes]) -> bytes:
+        """For each key 1: it is there, which can be told without asking."""
+        published = self.router.published
+        return bytes(len(keys)) if published is None else published.exists(keys)
+
+    def _exists(
+        self, keys: list[bytes], timeout: float | None, touch: bool
+    ) -> Operation[list[Any]]:
+        def body(keys: list[bytes]) -> wire.Exists:
+            return wire.Exists(keys, touch)
+
+        return (yield from self._flags(Kind.EXISTS, keys, body, timeout))
 
     def exists(self, key: Key, timeout: float | None = None) -> Operation[bool]:
         data = encode_key(key, self.limits)
-        results = yield from self._flags(Kind.EXISTS, [data], wire.Exists, timeout)
-        return bool(_single(results))
+        if any(self._there([data])):
+            return True
+        return bool(_single((yield from self._exists([data], timeout, False))))
 
     def batch_delete(
         self, keys: Iterable[Key], timeout: float | None = None
@@ -378,10 +419,15 @@ class Operations:
         """How many keys from the start are there: one message per owner."""
         encoded = encode_keys(keys, self.limits)
         ctx = self.context(timeout)
-        buckets = yield from self._buckets(ctx, encoded)
-        op = MatchBatch(encoded, buckets)
+        there = self._there(encoded)
+        known = len(there) - len(there.lstrip(b"\1"))
+        if known == len(encoded):
+            return known
+        rest = encoded[known:]
+        buckets = yield from self._buckets(ctx, rest)
+        op = MatchBatch(rest, buckets)
         yield from keyed(ctx, op)
-        return op.count()
+        return known + op.count()
 
     def scan_page(
         self, cursor: ScanCursor, timeout: float | None = None
@@ -447,6 +493,11 @@ def _run_put(ctx: Context, op: PutBatch) -> Operation[None]:
     if op.corrupt:
         again, op.corrupt = sorted(op.corrupt), []
         yield from keyed(ctx, op, again)
+
+
+def _merge(results: list[Any], left: Sequence[int], asked: Sequence[Any]) -> None:
+    for i, result in zip(left, asked, strict=True):
+        results[i] = result
 
 
 def _single(results: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -209,10 +209,25 @@ class Table:
         return groups
 
 
+class Reads(Protocol):
+    """Values that can be read without asking their owners: those of nodes on this host."""
+
+    def exists(self, keys: list[bytes]) -> bytes:
+        """For each key 1: it is there; 0: ask."""
+
+    def get(self, keys: list[bytes]) -> list[bytes | None]:
+        """The values; None: ask."""
+
+    def get_into(self, keys: list[bytes], targets: Sequence[Parts]) -> list[int | None]:
+        """The size of each value that is now in its target; None: ask."""
+
+
 class Router:
     """The newest table that was seen. Shared by all operations of a client."""
 
     def __init__(self) -> None:
+        self.published: Reads | None = None
+        """What can be read without asking."""
         self.table: Table | None = None
         self.silent: frozenset[Peer] = frozenset()
         """Those that did not answer, since others were asked for the ring: it may have changed

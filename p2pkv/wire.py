@@ -190,6 +190,8 @@ class Welcome(Body, frozen=True):
     """Admits this session's data connection."""
     arena: tuple[Name, Size, Annotated[bytes, Limit(max_length=64)]] | None = None
     """File, bytes and proof of the node's memory, for a client that can map it."""
+    index: tuple[Size, Size, Name] | None = None
+    """Offset and bytes of the published index in that file, and whose clock its times are of."""
 
 
 class Get(Body, frozen=True):

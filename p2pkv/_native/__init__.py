@@ -75,6 +75,8 @@ class _Missing:
 
 if not available:
     _ffi = _lib = _Missing()
+core: Final[tuple[Any, Any]] = (_ffi, _lib)
+"""For the modules of this package."""
 
 
 def _python_function(which: int, *types: type) -> Callable[..., Any]:

@@ -75,6 +75,9 @@ void p2pkv_index_close(uintptr_t keeper);
 /* Whether an index of this layout is there. */
 int p2pkv_index_check(uintptr_t memory, uint64_t bytes);
 
+/* Whether the node that made it lives and has not closed it. */
+int p2pkv_index_alive(uintptr_t memory);
+
 /* Until when each bucket from `first` on is served by nobody else; `untils` are uint64_t. */
 void p2pkv_index_open_gates(uintptr_t memory, uintptr_t untils, uint32_t first, uint32_t count);
 void p2pkv_index_close_gate(uintptr_t memory, uint32_t bucket);

@@ -186,6 +186,10 @@ static int alive(const struct p2pkv_index *index) {
     return atomic_load_explicit(word, memory_order_acquire) == value;
 }
 
+int p2pkv_index_alive(uintptr_t memory) {
+    return alive((const void *)memory);
+}
+
 uint64_t p2pkv_index_now(const struct p2pkv_index *index) {
     struct timespec time;
     atomic_thread_fence(memory_order_acquire);

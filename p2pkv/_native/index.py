@@ -28,8 +28,7 @@ NOWHERE: Final = -2
 REFUSED: Final = -1
 """``slot`` of one that was to be, but has a long key or found no room."""
 
-_ffi: Any = _native._ffi
-_lib: Any = _native._lib
+_ffi, _lib = _native.core
 _MAP = Struct("@NNQ")
 _size, _object, _address = ctypes.c_size_t, ctypes.py_object, ctypes.c_size_t
 _publish = _python_function(4, _address, _object)
@@ -38,7 +37,9 @@ _held = _python_function(6, _address, _object)
 _take_use = _python_function(7, _address, ctypes.c_longlong)
 _figures = _python_function(8, _address)
 _exists = _python_function(9, _object, _object)
-_get_into = _python_function(10, _object, _object, _object, ctypes.c_int, ctypes.c_ulonglong)
+_get_into = _python_function(
+    10, _object, _object, _object, ctypes.c_ulonglong, ctypes.c_int, ctypes.c_ulonglong
+)
 _get = _python_function(11, _object, _object, ctypes.c_ulonglong, ctypes.c_int, ctypes.c_ulonglong)
 
 
@@ -133,6 +134,11 @@ class Map:
         self.arena_bytes = len(self._arena)
         self.packed = _MAP.pack(at, base, self.arena_bytes)
 
+    @property
+    def alive(self) -> bool:
+        """Whether its node lives and serves by it."""
+        return bool(_lib.p2pkv_index_alive(int(_ffi.cast("uintptr_t", self._index))))
+
 
 class Reader:
     """Reads by the indexes of several nodes, without asking them. Immutable; for any thread.
@@ -156,14 +162,18 @@ class Reader:
         self,
         keys: list[Any],
         targets: list[Any],
+        bytes_max: int = 1 << 62,
         threads: int = 1,
         streaming_min: int = STREAMING_MIN,
     ) -> list[int | None]:
         """Copies values into writable buffers: the size of each, or None: ask its owner.
 
+        Copies up to ``bytes_max`` bytes together.
         A target of which None is told may have been written to.
         """
-        result: list[int | None] = _get_into(self._packed, keys, targets, threads, streaming_min)
+        result: list[int | None] = _get_into(
+            self._packed, keys, targets, bytes_max, threads, streaming_min
+        )
         return result
 
     def get(

@@ -400,7 +400,8 @@ static void reading_run(struct reading *r, int threads, uint64_t streaming_min) 
 
 /* The size of each value that was copied to its target; None: ask its owner, also for what is wrong
  * with the target. */
-static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets, int threads,
+static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets,
+                          unsigned long long bytes_max, int threads,
                           unsigned long long streaming_min) {
     struct reading r;
     if (reading_begin(&r, packed, keys))
@@ -414,8 +415,10 @@ static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets, i
     }
     for (Py_ssize_t i = 0; i < r.n; i++) {
         struct found *found = &r.found[i];
-        if (found->map == NULL)
+        if (found->map == NULL || found->entry.size > bytes_max - r.bytes) {
+            found->map = NULL;
             continue;
+        }
         PyObject *target = PyList_GetItem(targets, i);
         Py_XINCREF(target); /* its buffer may be made by code that changes the list */
         if (target == NULL || PyObject_GetBuffer(target, &buffers[i], PyBUF_WRITABLE)) {
