@@ -16,11 +16,11 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 
 from p2pkv.client import Client
-from p2pkv.config import ClientConfig
 from p2pkv.testing.cluster import Cluster
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -117,7 +117,7 @@ def measure_calls(kv: Client, asking: Client) -> dict[str, dict[str, float]]:
 def measure_keys(kv: Client, asking: Client) -> dict[str, dict[str, float]]:
     """Million keys a second."""
     keys = [f"key/{i:060d}" for i in range(1000)]
-    kv.batch_put({key: b"v" * 64 for key in keys})
+    kv.batch_put(dict.fromkeys(keys, b"v" * 64))
     published(kv, keys)
     figures = {}
     for n in (100, 1000):
@@ -167,17 +167,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     as_json = parser.parse_args().json
     size = 1536 * MIB
-    with Cluster(nodes=1, memory_limit_bytes=size, prefault=True) as cluster:
-        with cluster.client() as kv:
-            config = ClientConfig(cluster=cluster.name, etcd=kv._config.etcd)
-            with Client.from_config(config) as asking:
-                asking._ops.router.published = None
-                figures = {
-                    "gbs": measure_batches(kv, asking),
-                    "us": measure_calls(kv, asking),
-                    "mkeys": measure_keys(kv, asking),
-                    "beside_gbs": measure_beside(kv),
-                }
+    with Cluster(nodes=1, memory_limit_bytes=size, prefault=True) as cluster, ExitStack() as stack:
+        kv, asking = (stack.enter_context(cluster.client()) for _ in range(2))
+        asking._ops.router.published = None
+        figures = {
+            "gbs": measure_batches(kv, asking),
+            "us": measure_calls(kv, asking),
+            "mkeys": measure_keys(kv, asking),
+            "beside_gbs": measure_beside(kv),
+        }
     if as_json:
         print(json.dumps(figures, indent=2))
         return

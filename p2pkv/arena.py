@@ -75,7 +75,7 @@ class Arena:
         root = Path(directory)
         _check(size_bytes, name_hint, huge_pages)
         remove_stale(root)
-        _check_room(size_bytes + index_bytes, root)
+        _check_room(size_bytes, index_bytes, root)
         path, fd = _create_file(root, name_hint)
         try:
             end = (
@@ -175,12 +175,13 @@ def _check(size_bytes: int, name_hint: str, huge_pages: bool) -> None:
         raise ConfigError(f"huge_pages = True: write 'advise' to {THP_SWITCH} first")
 
 
-def _check_room(size_bytes: int, root: Path) -> None:
+def _check_room(size_bytes: int, index_bytes: int, root: Path) -> None:
     figures = os.statvfs(root)
     free = figures.f_bavail * figures.f_frsize
-    if size_bytes > free:
+    if size_bytes + index_bytes > free:
+        beside = f" and an index of {index_bytes}" if index_bytes else ""
         raise ConfigError(
-            f"memory_limit_bytes = {size_bytes}: {root} has {free} bytes free "
+            f"memory_limit_bytes = {size_bytes}{beside}: {root} has {free} bytes free "
             f"of {figures.f_blocks * figures.f_frsize}"
         )
 

@@ -88,12 +88,24 @@ class Operations:
         value = _single((yield from self._ask(ctx, [data], None)))
         return value
 
-    def _read(self, keys: list[bytes], targets: Sequence[Parts] | None) -> list[Any]:
+    def _read(self, keys: list[bytes], targets: list[Parts] | None) -> list[Any]:
         """What can be read without asking: values, or their sizes if there are targets."""
         published = self.router.published
         if published is None:
             return [None] * len(keys)
         return published.get(keys) if targets is None else published.get_into(keys, targets)
+
+    def _read_plain(self, keys: Any, targets: Any) -> list[Any] | None:
+        """``_read`` of arguments that nobody has checked: what is wrong with them is not read.
+
+        None: they are no lists of keys and of buffers; nothing was tried.
+        """
+        published = self.router.published
+        if published is None or not (isinstance(keys, list) and isinstance(targets, list)):
+            return None
+        if len(keys) != len(targets) or not targets or isinstance(targets[0], (tuple, list)):
+            return None
+        return published.get_into(keys, targets)
 
     def _quick_get(self, ctx: Context, key: bytes) -> Operation[Reply | None]:
         """The usual answers to a get of one key: a hit in one frame, or a miss. Else None."""
@@ -144,12 +156,15 @@ class Operations:
         timeout: float | None = None,
         ranges: Iterable[Any] | None = None,
     ) -> Operation[list[int | None]]:
+        known = self._read_plain(keys, targets) if ranges is None else None
+        if known is not None and None not in known:
+            return known
         encoded, memory = encode_keys(keys, self.limits), self.memory
         views = [encode_target(t, memory) for t in targets]
         if len(views) != len(encoded):
             raise InvalidArgument(f"buffers: {len(views)} for {len(encoded)} keys")
         if ranges is None:
-            results = yield from self._get(self.context(timeout), encoded, views)
+            results = yield from self._get(self.context(timeout), encoded, views, known)
         else:
             starts, lengths = encode_ranges(ranges, len(encoded))
             results = yield from self._get_ranges(
@@ -207,9 +222,13 @@ class Operations:
         return op.once, _batch(op.results)
 
     def _get(
-        self, ctx: Context, keys: list[bytes], targets: list[Parts] | None
+        self,
+        ctx: Context,
+        keys: list[bytes],
+        targets: list[Parts] | None,
+        known: list[Any] | None = None,
     ) -> Operation[list[Any]]:
-        results = self._read(keys, targets)
+        results = self._read(keys, targets) if known is None else known
         left = [i for i, result in enumerate(results) if result is None]
         if not left:
             return results
@@ -339,10 +358,14 @@ class Operations:
     def batch_exists(
         self, keys: Iterable[Key], timeout: float | None = None, touch: bool = False
     ) -> Operation[list[bool]]:
-        encoded = encode_keys(keys, self.limits)
         if touch:
+            encoded = encode_keys(keys, self.limits)
             return _batch((yield from self._exists(encoded, timeout, True)))
-        there = self._there(encoded)
+        there = self._there(keys)
+        if there and 0 not in there:
+            return [True] * len(there)
+        encoded = encode_keys(keys, self.limits)
+        there = there or bytes(len(encoded))
         left = [i for i, flag in enumerate(there) if not flag]
         results: list[Any] = [True] * len(encoded)
         if left:
@@ -350,10 +373,14 @@ class Operations:
             _merge(results, left, (yield from self._exists(asked, timeout, False)))
         return _batch(results)
 
-    def _there(self, keys: list[bytes]) -> bytes:
-        """For each key 1: it is there, which can be told without asking."""
-        published = self.router.published
-        return bytes(len(keys)) if published is None else published.exists(keys)
+    def _there(self, keys: Iterable[Key]) -> bytes:
+        """For each key 1: it is there, which can be told without asking. Empty: nothing can.
+
+        Keys need no check before: one that is wrong is not there.
+        """
+        if self.router.published is None or not isinstance(keys, list):
+            return b""
+        return self.router.published.exists(keys)
 
     def _exists(
         self, keys: list[bytes], timeout: float | None, touch: bool
@@ -365,7 +392,7 @@ class Operations:
 
     def exists(self, key: Key, timeout: float | None = None) -> Operation[bool]:
         data = encode_key(key, self.limits)
-        if any(self._there([data])):
+        if 1 in self._there([data]):
             return True
         return bool(_single((yield from self._exists([data], timeout, False))))
 
@@ -417,13 +444,12 @@ class Operations:
 
     def match_prefix(self, keys: Iterable[Key], timeout: float | None = None) -> Operation[int]:
         """How many keys from the start are there: one message per owner."""
-        encoded = encode_keys(keys, self.limits)
-        ctx = self.context(timeout)
-        there = self._there(encoded)
+        there = self._there(keys)
         known = len(there) - len(there.lstrip(b"\1"))
-        if known == len(encoded):
+        if there and known == len(there):
             return known
-        rest = encoded[known:]
+        rest = encode_keys(keys, self.limits)[known:]
+        ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, rest)
         op = MatchBatch(rest, buckets)
         yield from keyed(ctx, op)

@@ -7,11 +7,9 @@ there, or must not be taken from there at the moment, is left to its owner.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from p2pkv._native.index import Map, Reader
-from p2pkv.parts import Parts
 
 ANY_BYTES: Final = 1 << 62
 
@@ -54,11 +52,11 @@ class Published:
     def __len__(self) -> int:
         return len(self._maps)
 
-    def exists(self, keys: list[bytes]) -> bytes:
-        """For each key 1: it is there; 0: ask."""
+    def exists(self, keys: list[Any]) -> bytes:
+        """For each key, str or bytes, 1: it is there; 0: ask. Empty: there is no index."""
         reader = self._reader
         if reader is None:
-            return bytes(len(keys))
+            return b""
         flags = reader.exists(keys)
         self._count(len(keys), flags.count(0))
         return flags
@@ -72,12 +70,12 @@ class Published:
         self._count(len(keys), values.count(None))
         return values
 
-    def get_into(self, keys: list[bytes], targets: Sequence[Parts]) -> list[int | None]:
-        """The size of each value that is now in its target; None: ask."""
+    def get_into(self, keys: list[Any], targets: list[Any]) -> list[int | None]:
+        """The size of each value that is now in its target, one buffer for each; None: ask."""
         reader = self._reader
         if reader is None:
             return [None] * len(keys)
-        sizes = reader.get_into(keys, list(targets), self._bytes_max)
+        sizes = reader.get_into(keys, targets, self._bytes_max)
         self._count(len(keys), sizes.count(None))
         return sizes
 

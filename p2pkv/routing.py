@@ -212,13 +212,13 @@ class Table:
 class Reads(Protocol):
     """Values that can be read without asking their owners: those of nodes on this host."""
 
-    def exists(self, keys: list[bytes]) -> bytes:
-        """For each key 1: it is there; 0: ask."""
+    def exists(self, keys: list[Any]) -> bytes:
+        """For each key, str or bytes, 1: it is there; 0: ask. Empty: nothing is known."""
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
         """The values; None: ask."""
 
-    def get_into(self, keys: list[bytes], targets: Sequence[Parts]) -> list[int | None]:
+    def get_into(self, keys: list[Any], targets: list[Any]) -> list[int | None]:
         """The size of each value that is now in its target; None: ask."""
 
 

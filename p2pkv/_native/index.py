@@ -14,7 +14,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from p2pkv import _native
-from p2pkv._native import STREAMING_MIN, _python_function
+from p2pkv._native import _python_function
 from p2pkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 KEY_BYTES_MAX: Final = 128
 """Longer keys are not published: their owner is asked."""
+
+STREAMING_MIN: Final = 1 << 20
+"""From here on copies go around the caches, where what is read seldom is, nor is needed soon."""
 
 NOWHERE: Final = -2
 """``slot`` of an object that is not published."""

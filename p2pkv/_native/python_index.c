@@ -8,10 +8,18 @@
 #endif
 #include <Python.h>
 
+#include <time.h>
+
 #include "index.h"
 #include "native.h"
 
-enum { CHUNK = 16, OFF_GIL_MIN = 256 << 10 };
+enum {
+    CHUNK = 16,
+    OFF_GIL_MIN = 256 << 10,
+    GIL_WAIT_NS = 1000000,
+    GIL_KEPT_NS = 4500000, /* sys.getswitchinterval() is 5 ms, less some time to begin */
+    TAIL_MIN = 4 << 20
+};
 
 /* -- writing: objects of the store, by their attributes */
 
@@ -339,6 +347,8 @@ struct reading {
     uint64_t bytes;
     size_t count;
     uint32_t *torn;
+    int threads;
+    uint64_t streaming_min;
 };
 
 static void reading_free(struct reading *r) {
@@ -376,12 +386,102 @@ static void reading_add(struct reading *r, const struct found *found, void *targ
     r->count++;
 }
 
+/* A run of the values, `first` up to `last`. */
+struct part {
+    const struct reading *r;
+    size_t first, last;
+    uint64_t bytes;
+    _Atomic int done;
+};
+
+/* How long a MiB took, of the last copy that was large. */
+static _Atomic int64_t ns_per_mib = 100000;
+
+static int64_t clock_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000ll + time.tv_nsec;
+}
+
+static void copy_part(struct part *part) {
+    const struct reading *r = part->r;
+    int64_t start = clock_ns();
+    size_t count = part->last - part->first;
+    const struct p2pkv_pieces to = {count, part->bytes, NULL, r->to + part->first};
+    const struct p2pkv_pieces from = {count, part->bytes, NULL, r->from + part->first};
+    p2pkv_copy((uintptr_t)&to, (uintptr_t)&from, r->threads, r->streaming_min);
+    if (part->bytes >= TAIL_MIN)
+        atomic_store(&ns_per_mib, 1 + (clock_ns() - start) / (int64_t)(part->bytes >> 20));
+}
+
+static void *copy_on_thread(void *part) {
+    copy_part(part);
+    atomic_store(&((struct part *)part)->done, 1);
+    return NULL;
+}
+
+/* Whether another thread had the GIL, and did not give it away, when it was last wanted back. */
+static _Atomic int gil_is_busy;
+
+static void take_gil(PyThreadState *state) {
+    int64_t start = clock_ns();
+    PyEval_RestoreThread(state);
+    atomic_store(&gil_is_busy, clock_ns() - start > GIL_WAIT_NS);
+}
+
+/* The values at the end that are copied in about the time for which a busy thread keeps the GIL. */
+static struct part tail_of(const struct reading *r) {
+    struct part tail = {r, r->count, r->count, 0, 0};
+    uint64_t bytes_max = (uint64_t)(GIL_KEPT_NS / atomic_load(&ns_per_mib)) << 20;
+    while (tail.first > 0) {
+        size_t size = r->to[tail.first - 1].iov_len;
+        if (tail.bytes && tail.bytes + size > bytes_max)
+            break;
+        tail.bytes += size;
+        tail.first--;
+    }
+    return tail;
+}
+
+/* Asks for the GIL while the end is still being copied: a busy thread gives it away some 5 ms after
+ * it was asked to. Called without the GIL, returns with it. */
+static void copy_and_take_gil(struct reading *r, PyThreadState *state) {
+    struct part tail = tail_of(r), head = {r, 0, tail.first, r->bytes - tail.bytes, 0};
+    pthread_t thread;
+    copy_part(&head);
+    if (p2pkv_thread(&thread, NULL, copy_on_thread, &tail)) {
+        copy_part(&tail);
+        take_gil(state);
+        return;
+    }
+    take_gil(state);
+    if (!atomic_load(&tail.done)) {
+        state = PyEval_SaveThread();
+        pthread_join(thread, NULL);
+        PyEval_RestoreThread(state);
+    } else {
+        pthread_join(thread, NULL);
+    }
+}
+
+static void reading_copy(struct reading *r) {
+    struct part all = {r, 0, r->count, r->bytes, 0};
+    if (r->bytes < OFF_GIL_MIN) {
+        copy_part(&all);
+        return;
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    if (r->bytes >= TAIL_MIN && atomic_load(&gil_is_busy)) {
+        copy_and_take_gil(r, state);
+    } else {
+        copy_part(&all);
+        take_gil(state);
+    }
+}
+
 /* Copies, then drops what was changed meanwhile. Without the GIL where that pays. */
-static void reading_run(struct reading *r, int threads, uint64_t streaming_min) {
-    PyThreadState *state = r->bytes >= OFF_GIL_MIN ? PyEval_SaveThread() : NULL;
-    const struct p2pkv_pieces to = {r->count, r->bytes, NULL, r->to};
-    const struct p2pkv_pieces from = {r->count, r->bytes, NULL, r->from};
-    p2pkv_copy((uintptr_t)&to, (uintptr_t)&from, threads, streaming_min);
+static void reading_run(struct reading *r) {
+    reading_copy(r);
     for (Py_ssize_t i = 0; i < r->n; i++) {
         const struct map *map = r->found[i].map;
         if (map == NULL)
@@ -394,8 +494,6 @@ static void reading_run(struct reading *r, int threads, uint64_t streaming_min) 
         }
     }
     count_reads(&r->maps, r->found, r->n, r->torn);
-    if (state)
-        PyEval_RestoreThread(state);
 }
 
 /* The size of each value that was copied to its target; None: ask its owner, also for what is wrong
@@ -431,7 +529,9 @@ static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets,
         }
         Py_XDECREF(target);
     }
-    reading_run(&r, threads, streaming_min);
+    r.threads = threads;
+    r.streaming_min = streaming_min;
+    reading_run(&r);
     result = PyList_New(r.n);
     for (Py_ssize_t i = 0; i < r.n && result != NULL; i++) {
         PyObject *size;
@@ -473,8 +573,10 @@ static PyObject *get(PyObject *packed, PyObject *keys, unsigned long long bytes_
         if (value == NULL || PyList_SetItem(result, i, value))
             Py_CLEAR(result);
     }
+    r.threads = threads;
+    r.streaming_min = streaming_min;
     if (result != NULL)
-        reading_run(&r, threads, streaming_min);
+        reading_run(&r);
     for (Py_ssize_t i = 0; i < r.n && result != NULL; i++)
         if (r.found[i].map == NULL) {
             Py_INCREF(Py_None);
