@@ -146,6 +146,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sessions_max: Annotated[int, Limit(ge=1)] = 4096
     """Clients, and threads of clients, at the same time."""
 
+    view_quota_bytes: Bytes = 0
+    """What one client process may hold as views of this node's memory (``zero_copy``), which cannot
+    be used for anything else meanwhile. 0: 1/4 of memory_limit_bytes."""
+
     # -- checksums
     checksums: Policy = "demand"
     """Which values are compared with their checksums as they arrive, by a put or with a bucket that

@@ -288,6 +288,7 @@ class Node:
                 Kind.SCRUB: self._on_scrub,
             },
             ARRIVING.get(config.checksums, Checksums.NONE),
+            config.view_quota_bytes,
         )  # fmt: skip
         self._scrub = Scrub(store, give=config.checksums != "never")
         self._learning.check = bool(self._handlers.arriving)

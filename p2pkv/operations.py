@@ -25,7 +25,16 @@ from p2pkv.arguments import (
     nanoseconds,
     pairs_of,
 )
-from p2pkv.batches import FlagBatch, GetBatch, GetFresh, GetRanges, Make, MatchBatch, PutBatch
+from p2pkv.batches import (
+    FlagBatch,
+    GetBatch,
+    GetFresh,
+    GetRanges,
+    Make,
+    MatchBatch,
+    PutBatch,
+    ViewBatch,
+)
 from p2pkv.checking import recheck
 from p2pkv.checksums import READING, WRITING, checksums_of
 from p2pkv.config import ClientConfig
@@ -209,6 +218,21 @@ class Operations:
                 )
             )
         return _batch(op.results)
+
+    def batch_get_views(
+        self, keys: Iterable[Key], timeout: float | None = None
+    ) -> Operation[list[memoryview | None]]:
+        """Read-only views of the values, in the memory of nodes on this host as far as may be."""
+        encoded = encode_keys(keys, self.limits)
+        ctx = self.context(timeout)
+        buckets = yield from self._buckets(ctx, encoded)
+        op = ViewBatch(encoded, buckets, self.copy)
+        yield from self._run_get(ctx, op)
+        results = [
+            memoryview(value).toreadonly() if isinstance(value, bytes) else value
+            for value in op.results
+        ]
+        return _batch(results)
 
     def batch_get_once(
         self, keys: list[bytes], timeout: float | None

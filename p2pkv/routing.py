@@ -81,7 +81,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     body: Any
     frames: Sequence[wire.Buffer]
     revision: int = 0
-    values: Sequence[bytes | None] | None = None
+    values: Sequence[Any] | None = None
     """The values of the answer, each an object of its own, where the driver made them so."""
     delivered: bool = False
     """The values are where the request's sink wanted them."""

@@ -45,6 +45,7 @@ class SharedArena:
 
     def __init__(self, mapping: mmap.mmap, fd: int, path: str) -> None:
         self.path = path
+        self.mapping = mapping
         self.view = memoryview(mapping)
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd)
@@ -164,6 +165,8 @@ def message_for(request: Request, session: ClientSession, arena: SharedArena | N
         request.seal()
     if not request.id:
         request.id = session.next_number()
+    if arena is None and isinstance(request.body, wire.Open) and request.body.view:
+        return in_other_words(request, Kind.GET, wire.Get(request.body.keys), request.id)
     if arena is not None and request.kind == Kind.GET:
         body = msgspec.structs.replace(request.body, locate=True)
         return in_other_words(request, Kind.GET, body, request.id)

@@ -276,6 +276,8 @@ class Abort(Body, frozen=True):
 
 class Open(Body, frozen=True):
     keys: Keys
+    view: bool = False
+    """The client has mapped the arena: it looks at the values there until it releases them."""
 
 
 class Read(Body, frozen=True):
@@ -387,6 +389,8 @@ class Opened(Body, frozen=True):
     tokens: Ids
     sizes: Sizes
     checksums: Sums = []
+    offsets: Sizes = []
+    """Of views: where the values lie."""
 
 
 class Checked(Body, frozen=True):
