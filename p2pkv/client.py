@@ -132,7 +132,7 @@ class Client(TensorCalls):
             zero_copy: bool = False) -> bytes | memoryview | None:  # fmt: skip
         """The value, or None if the key is not there. ``zero_copy``: see ``batch_get``."""
         if zero_copy:
-            return self.batch_get((key,), timeout=timeout, zero_copy=True)[0]
+            return self._driver.run(self._ops.get_view(key, timeout))
         if self._near is not None:
             return self.batch_get((key,), timeout=timeout)[0]
         return self._driver.run(self._ops.get(key, timeout))

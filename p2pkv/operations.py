@@ -224,15 +224,23 @@ class Operations:
     ) -> Operation[list[memoryview | None]]:
         """Read-only views of the values, in the memory of nodes on this host as far as may be."""
         encoded = encode_keys(keys, self.limits)
+        return _batch((yield from self._views(encoded, timeout)))
+
+    def get_view(self, key: Key, timeout: float | None = None) -> Operation[memoryview | None]:
+        """As ``batch_get_views``, of one value."""
+        results = yield from self._views([encode_key(key, self.limits)], timeout)
+        view: memoryview | None = _single(results)
+        return view
+
+    def _views(self, keys: list[bytes], timeout: float | None) -> Operation[list[Any]]:
         ctx = self.context(timeout)
-        buckets = yield from self._buckets(ctx, encoded)
-        op = ViewBatch(encoded, buckets, self.copy)
+        buckets = yield from self._buckets(ctx, keys)
+        op = ViewBatch(keys, buckets, self.copy)
         yield from self._run_get(ctx, op)
-        results = [
+        return [
             memoryview(value).toreadonly() if isinstance(value, bytes) else value
             for value in op.results
         ]
-        return _batch(results)
 
     def batch_get_once(
         self, keys: list[bytes], timeout: float | None
