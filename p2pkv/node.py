@@ -378,7 +378,9 @@ class Node:
         """
         if self._published is not None:
             until = self._contacts.serves_until(self._contact_ns())
-            self._published.open_gates(self._ownership.served_until(until))
+            self._published.open_gates(
+                self._replicas.served_until(until, self._ownership.bucket_count)
+            )
 
     async def _plan(self) -> None:
         """Plan placement, if this node is the one elected to."""

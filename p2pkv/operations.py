@@ -100,7 +100,7 @@ class Operations:
     def _read(self, keys: list[bytes], targets: list[Parts] | None) -> list[Any]:
         """What can be read without asking: values, or their sizes if there are targets."""
         published = self.router.published
-        if published is None:
+        if published is None or self._reading == Checksums.ALL:
             return [None] * len(keys)
         return published.get(keys) if targets is None else published.get_into(keys, targets)
 
@@ -110,7 +110,11 @@ class Operations:
         None: they are no lists of keys and of buffers; nothing was tried.
         """
         published = self.router.published
-        if published is None or not (isinstance(keys, list) and isinstance(targets, list)):
+        if (
+            published is None
+            or self._reading
+            or not (isinstance(keys, list) and isinstance(targets, list))
+        ):
             return None
         if len(keys) != len(targets) or not targets or isinstance(targets[0], (tuple, list)):
             return None

@@ -96,17 +96,18 @@ static int hold_mutex(struct p2pkv_index *index) {
 
 static void *keep(void *argument) {
     struct keeper *keeper = argument;
+    int error = hold_mutex(keeper->index);
     pthread_mutex_lock(&keeper->lock);
-    keeper->error = hold_mutex(keeper->index);
+    keeper->error = error;
     keeper->holds = 1;
     pthread_cond_broadcast(&keeper->changed);
     while (!keeper->ends)
         pthread_cond_wait(&keeper->changed, &keeper->lock);
-    if (!keeper->error) {
+    pthread_mutex_unlock(&keeper->lock);
+    if (!error) {
         atomic_store(&keeper->index->alive_value, 0);
         pthread_mutex_unlock((void *)keeper->index->mutex);
     }
-    pthread_mutex_unlock(&keeper->lock);
     return NULL;
 }
 
