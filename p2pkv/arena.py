@@ -37,13 +37,15 @@ _numbers = itertools.count()
 class Arena:
     """``size`` bytes of shared memory. Made by ``create``; a context manager that closes it."""
 
-    def __init__(self, mapping: mmap.mmap, path: Path, fd: int) -> None:
+    def __init__(self, mapping: mmap.mmap, path: Path, fd: int, index_bytes: int = 0) -> None:
         self._mapping = mapping
         self._fd = fd
         self.path = path
         self.proof = os.urandom(PROOF_BYTES)
         """Stands in the file behind the memory: who reads it there has the same file before him."""
         self.size = len(mapping)
+        self.index_place = (_index_offset(self.size), index_bytes)
+        """Offset and bytes of the part of the file where the published index is to be."""
         os.pwrite(fd, self.proof, self.size)
         self.view = memoryview(mapping)
         self.address = address_of(self.view)
@@ -59,8 +61,11 @@ class Arena:
         huge_pages: bool = False,
         prefault: bool = False,
         directory: str | Path = SHM_DIRECTORY,
+        index_bytes: int = 0,
     ) -> Arena:
         """Makes the file (mode 0600) and maps it; removes those of dead processes first.
+
+        ``index_bytes`` more are for the published index; see ``map_index``.
 
         Without ``prefault`` pages are taken at the first write, so a full /dev/shm shows only
         then, and kills the process: prefault where others use it too. Raises ConfigError if the
@@ -70,10 +75,14 @@ class Arena:
         root = Path(directory)
         _check(size_bytes, name_hint, huge_pages)
         remove_stale(root)
-        _check_room(size_bytes, root)
+        _check_room(size_bytes, index_bytes, root)
         path, fd = _create_file(root, name_hint)
         try:
-            return cls(_map(fd, size_bytes, huge_pages, prefault), path, fd)
+            end = (
+                _index_offset(size_bytes) + index_bytes if index_bytes else size_bytes + PROOF_BYTES
+            )
+            os.ftruncate(fd, end)
+            return cls(_map(fd, size_bytes, huge_pages, prefault), path, fd, index_bytes)
         except BaseException as e:
             path.unlink(missing_ok=True)
             os.close(fd)
@@ -99,6 +108,11 @@ class Arena:
                 ctypes.memmove(address_of(target), address_of(view), size)
         elif size:
             self.view[offset : offset + size] = view.cast("B")
+
+    def map_index(self) -> mmap.mmap | None:
+        """The memory of the published index, all zero at first. None: there is none."""
+        offset, size = self.index_place
+        return mmap.mmap(self._fd, size, offset=offset) if size else None
 
     def close(self) -> None:
         """Removes the file. The memory itself goes with the last view of it that is still held."""
@@ -146,6 +160,12 @@ def huge_pages_enabled(switch: str | Path = THP_SWITCH) -> bool:
     return chosen is not None and chosen[1] in {"always", "within_size", "advise", "force"}
 
 
+def _index_offset(size: int) -> int:
+    """Behind memory and proof, where a mapping may begin."""
+    unit = mmap.ALLOCATIONGRANULARITY
+    return -(-(size + PROOF_BYTES) // unit) * unit
+
+
 def _check(size_bytes: int, name_hint: str, huge_pages: bool) -> None:
     if size_bytes <= 0:
         raise ConfigError(f"memory_limit_bytes = {size_bytes}: must be positive")
@@ -155,12 +175,13 @@ def _check(size_bytes: int, name_hint: str, huge_pages: bool) -> None:
         raise ConfigError(f"huge_pages = True: write 'advise' to {THP_SWITCH} first")
 
 
-def _check_room(size_bytes: int, root: Path) -> None:
+def _check_room(size_bytes: int, index_bytes: int, root: Path) -> None:
     figures = os.statvfs(root)
     free = figures.f_bavail * figures.f_frsize
-    if size_bytes > free:
+    if size_bytes + index_bytes > free:
+        beside = f" and an index of {index_bytes}" if index_bytes else ""
         raise ConfigError(
-            f"memory_limit_bytes = {size_bytes}: {root} has {free} bytes free "
+            f"memory_limit_bytes = {size_bytes}{beside}: {root} has {free} bytes free "
             f"of {figures.f_blocks * figures.f_frsize}"
         )
 
@@ -194,7 +215,6 @@ def _remove_unlocked(path: Path) -> bool:
 
 
 def _map(fd: int, size: int, huge_pages: bool, prefault: bool) -> mmap.mmap:
-    os.ftruncate(fd, size + PROOF_BYTES)
     mapping = mmap.mmap(fd, size)
     if huge_pages:
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import zmq
 
 from p2pkv import discovery, wire
-from p2pkv.async_path import AsyncPath, Call, Calls
+from p2pkv.async_path import OFF_LOOP_MIN, AsyncPath, Call, Calls
 from p2pkv.clock import SECOND_NS, monotonic
 from p2pkv.config import ClientConfig
 from p2pkv.errors import ClosedClient, ConfigError, ForkedClient, P2PKVError, ProtocolError
+from p2pkv.published import Published
 from p2pkv.routing import (
     Answer,
     Effect,
@@ -66,6 +67,7 @@ class _Peer:
         config: ClientConfig,
         data: bool,
         off_loop: OffLoop,
+        published: Published,
     ) -> None:
         self.path: AsyncPath | None = None
         self.link = link
@@ -74,6 +76,7 @@ class _Peer:
         self._credit = config.limits.inflight_max
         self._no_data_before = 0 if data else 1 << 63
         self._off_loop = off_loop
+        self._published = published
         self.waiting: dict[int, Call] = {}
         self.backlog: deque[Call] = deque()
         self._closed = False
@@ -196,9 +199,11 @@ class _Peer:
             return None
         shared = self._config.path == "auto"
         try:
-            self.path = AsyncPath(
+            path = self.path = AsyncPath(
                 link.welcome, self._session, self._config.limits, shared, self, self._off_loop
             )
+            if path.arena is not None:
+                self._published.add(path.arena.path, path.arena.index)
         except (OSError, ValueError):
             self._no_data_before = monotonic() + NO_DATA_NS
         return self.path
@@ -212,6 +217,7 @@ class _Peer:
 
     def path_lost(self, path: AsyncPath) -> None:
         self.path = None
+        self._published.prune()
         if self._closed:
             again = False
         elif path.proven and not path.refused:
@@ -286,6 +292,7 @@ class AsyncDriver:
         client_id = new_client_id(b"n" if member else b"a")
         self._session = ClientSession(client_id)
         self._ring_session = ClientSession(client_id)
+        self._published = router.published = Published(OFF_LOOP_MIN)
         self._member = member
         self._local = local
         self._find = find
@@ -399,7 +406,9 @@ class AsyncDriver:
             session = self._ring_session if ring else self._session
             link = Link(self._context, endpoint, session, self._hello, self._config.limits)
             data = not ring and self._config.path != "zmq"
-            peer = self._peers[to] = _Peer(link, session, self._config, data, self._off_loop)
+            peer = self._peers[to] = _Peer(
+                link, session, self._config, data, self._off_loop, self._published
+            )
         return peer
 
     def _forget_old_members(self) -> None:
@@ -419,6 +428,7 @@ class AsyncDriver:
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
+        self._published.clear()
         if self._finding is not None:
             self._finding.cancel()
         for peer in self._peers.values():

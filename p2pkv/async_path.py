@@ -174,7 +174,9 @@ class AsyncPath(Connection):
         sock = _connecting(welcome)
         super().__init__(sock, loop, limits.head_bytes_max, 2 * limits.message_bytes_max)
         try:
-            self._arena = SharedArena.open(*welcome.arena) if shared and welcome.arena else None
+            self._arena = None
+            if shared and welcome.arena:
+                self._arena = SharedArena.open(*welcome.arena, index=welcome.index)
             if self._arena is not None:
                 wait_for_ever(sock)
             self._greet(welcome.token)
@@ -191,6 +193,11 @@ class AsyncPath(Connection):
         ping.id = self._ping = self._session.next_number()
         self._queue(_Message(ping, 0, None))
         self._write()
+
+    @property
+    def arena(self) -> SharedArena | None:
+        """The node's memory, where it is on this host."""
+        return self._arena
 
     def _too_late(self) -> None:
         self.unreachable = True

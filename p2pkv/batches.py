@@ -10,7 +10,7 @@ import msgspec
 
 from p2pkv import wire
 from p2pkv.checksums import checksums_of
-from p2pkv.errors import OutOfRange, ProtocolError, TooLarge
+from p2pkv.errors import OutOfRange, ProtocolError, QuotaExceeded, TooLarge
 from p2pkv.keyed import Keyed
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts, cut, fill, flat, sizes_of
@@ -271,6 +271,35 @@ class GetFresh(GetBatch):
 
     def where(self, item: int, size: int) -> Parts | None:
         return self.made[item]
+
+
+class ViewBatch(GetBatch):
+    """Values to be looked at: where they lie in a node's memory, or else in a copy of our own."""
+
+    kind = Kind.OPEN
+
+    def request(self, to: Member, items: Sequence[int]) -> Request:
+        return Request(to, Kind.OPEN, wire.Open(self.keys_of(items), True))
+
+    def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
+        if reply.kind != Kind.OPENED:
+            return super().absorb(items, reply)
+        body: wire.Opened = reply.body
+        values = reply.values
+        if values is None or len(values) != len(items):
+            raise ProtocolError(f"views of other values than those of {len(items)} keys")
+        for i, value in zip(items, values, strict=True):
+            self.results[i] = value
+        return body.statuses
+
+    def settle(self, item: int, status: int) -> None:
+        if status == Status.QUOTA:
+            name = name_of(self.keys[item])
+            self.results[item] = QuotaExceeded(
+                f"{name}: this client's views are over its node's view_quota_bytes: release some"
+            )
+        else:
+            super().settle(item, status)
 
 
 def _where_ok(values: Sequence[T], statuses: bytes) -> list[T]:

@@ -27,6 +27,7 @@ from p2pkv.errors import (
     P2PKVError,
     ProtocolError,
 )
+from p2pkv.published import Published
 from p2pkv.routing import (
     Answer,
     Effect,
@@ -66,11 +67,17 @@ class Channel:
     """The sockets that one running operation uses: a link per peer."""
 
     def __init__(
-        self, context: zmq.Context[Any], config: ClientConfig, router: Router, client_id: bytes
+        self,
+        context: zmq.Context[Any],
+        config: ClientConfig,
+        router: Router,
+        client_id: bytes,
+        published: Published,
     ) -> None:
         self._context = context
         self._config = config
         self._router = router
+        self._published = published
         self._hello = wire.Hello(config.cluster)
         self._session = ClientSession(client_id)
         self._ring_session = ClientSession(client_id)
@@ -99,6 +106,7 @@ class Channel:
             if path in exchange.broken or path in exchange.forgotten:
                 del self._data[peer]
                 path.close()
+                self._published.prune()
                 if path in exchange.forgotten or not path.proven:
                     self._renew(peer)
         if exchange.forgotten and len(requests) == 1 and not requests[0].unsure:
@@ -139,6 +147,8 @@ class Channel:
             self._no_data_before[peer] = time.monotonic() + NO_DATA_S
             return None
         self._data[peer] = path
+        if path.arena is not None:
+            self._published.add(path.arena.path, path.arena.index)
         return path
 
     def _exchange_control(self, requests: Sequence[Request], deadline_ns: int) -> list[Answer]:
@@ -340,6 +350,7 @@ class SocketDriver:
         self._router = router
         self._context: zmq.Context[Any] = zmq.Context()
         self._client_id = new_client_id(b"c")
+        self._published = router.published = Published()
         self._idle: list[Channel] = []
         self._channels = 0
         self._freed = threading.Condition()
@@ -347,9 +358,16 @@ class SocketDriver:
         self._closed = False
 
     def run(self, operation: Operation[T]) -> T:
+        self._check_process()
+        if self._closed:
+            raise ClosedClient("the client is closed")
+        try:
+            first = operation.send(None)
+        except StopIteration as stop:  # nobody had to be asked
+            return stop.value  # type: ignore[no-any-return]
         channel = self._acquire()
         try:
-            return self._drive(channel, operation)
+            return self._drive(channel, operation, first)
         except P2PKVError:
             raise
         except BaseException:  # an interrupt may have come in the middle of a message
@@ -358,12 +376,14 @@ class SocketDriver:
         finally:
             self._release(channel)
 
-    def _acquire(self) -> Channel:
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedClient(
                 "this client was made in another process, and its sockets cannot be shared: "
                 "make a new Client after the fork"
             )
+
+    def _acquire(self) -> Channel:
         with self._freed:
             if not self._freed.wait_for(self._available, self._config.timeout_s):
                 raise DeadlineExceeded(
@@ -374,7 +394,7 @@ class SocketDriver:
             if self._idle:
                 return self._idle.pop()
             self._channels += 1
-        return Channel(self._context, self._config, self._router, self._client_id)
+        return Channel(self._context, self._config, self._router, self._client_id, self._published)
 
     def _available(self) -> bool:
         return self._closed or bool(self._idle) or self._channels < self._config.connections_max
@@ -386,10 +406,9 @@ class SocketDriver:
                 self._close_idle()
             self._freed.notify()
 
-    def _drive(self, channel: Channel, operation: Operation[T]) -> T:
+    def _drive(self, channel: Channel, operation: Operation[T], effect: Effect) -> T:
         result: Any = None
         try:
-            effect: Effect = operation.send(None)
             while True:
                 try:
                     result = self._carry_out(channel, effect)
@@ -416,6 +435,7 @@ class SocketDriver:
             return
         with self._freed:
             self._closed = True
+            self._published.clear()
             self._close_idle()
             self._freed.notify_all()
 

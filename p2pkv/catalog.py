@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Final
 
+from p2pkv._native.index import Writer
 from p2pkv.arena import Arena
 from p2pkv.errors import ConfigError
 from p2pkv.eviction import LRU, EvictionPolicy
@@ -56,14 +57,16 @@ class Catalog:
         metadata_limit_bytes: int,
         hard_pin_quota: float,
         policy: EvictionPolicy[Object] | None,
+        published: Writer | None = None,
     ) -> None:
         if not 0 <= hard_pin_quota <= 1:
             raise ConfigError(f"hard_pin_quota = {hard_pin_quota}: must be from 0 to 1")
         self.arena = arena
-        self.extents = Extents(arena)
+        self.published = published
+        self.extents = Extents(arena, published)
         self.buckets: dict[int, Bucket] = {}
         self.index = Index()
-        self.policy: EvictionPolicy[Object] = LRU() if policy is None else policy
+        self.policy: EvictionPolicy[Object] = LRU(self._was_read) if policy is None else policy
         self.expiry: ExpiryHeap[Object] = ExpiryHeap()
         self.counters = Counters()
         self.metadata_limit_bytes = metadata_limit_bytes
@@ -99,12 +102,18 @@ class Catalog:
         return self._bury(items, reason)
 
     def _bury(self, items: Collection[Object], reason: Reason) -> int:
-        """Counts objects that left, and gives their extents back."""
+        """Counts objects that left, and gives their extents back. No reader finds them any more."""
+        if self.published is not None and items:
+            self.published.withdraw(items)
         self.counters.lost[reason] += len(items)
         if reason is _EVICTED and self.on_evicted is not None:
             self.on_evicted(items)
         self.counters.lost_bytes[reason] += sum([item.size for item in items])
         return self.extents.give_back(items)
+
+    def _was_read(self, item: Object) -> bool:
+        """Whether somebody read it by the published index since this was asked last."""
+        return item.slot >= 0 and self.published is not None and self.published.take_use(item.slot)
 
     def _detach(self, item: Object) -> None:
         bucket = self.buckets[item.bucket]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from p2pkv import clock, wire
 from p2pkv.arguments import put_options
@@ -121,8 +121,18 @@ class Client(TensorCalls):
         self._forget((key,))
         return self._driver.run(self._ops.put(key, value, options, timeout))
 
-    def get(self, key: Key, *, timeout: float | None = None) -> bytes | None:
-        """The value, or None if the key is not there. Raises CorruptValue."""
+    @overload
+    def get(self, key: Key, *, timeout: float | None = None) -> bytes | None: ...
+
+    @overload
+    def get(self, key: Key, *, timeout: float | None = None,
+            zero_copy: bool) -> bytes | memoryview | None: ...  # fmt: skip
+
+    def get(self, key: Key, *, timeout: float | None = None,
+            zero_copy: bool = False) -> bytes | memoryview | None:  # fmt: skip
+        """The value, or None if the key is not there. ``zero_copy``: see ``batch_get``."""
+        if zero_copy:
+            return self._driver.run(self._ops.get_view(key, timeout))
         if self._near is not None:
             return self.batch_get((key,), timeout=timeout)[0]
         return self._driver.run(self._ops.get(key, timeout))
@@ -199,8 +209,27 @@ class Client(TensorCalls):
             self._forget([k for k, _ in items])
         return self._driver.run(self._ops.batch_put(items, options, timeout))
 
-    def batch_get(self, keys: Iterable[Key], *, timeout: float | None = None) -> list[bytes | None]:
-        """The values in the order of the keys; None where a key is not there."""
+    @overload
+    def batch_get(
+        self, keys: Iterable[Key], *, timeout: float | None = None
+    ) -> list[bytes | None]: ...
+
+    @overload
+    def batch_get(self, keys: Iterable[Key], *, timeout: float | None = None,
+                  zero_copy: bool) -> Sequence[bytes | memoryview | None]: ...  # fmt: skip
+
+    def batch_get(self, keys: Iterable[Key], *, timeout: float | None = None,
+                  zero_copy: bool = False) -> Sequence[bytes | memoryview | None]:  # fmt: skip
+        """The values in the order of the keys; None where a key is not there.
+
+        ``zero_copy``: read-only memoryviews. Those of a node on this host lie in its memory, which
+        it uses for nothing else until each is released (``memoryview.release``, or with the last
+        reference to it and to all that was made of it), whatever becomes of the key; they count
+        against the node's ``view_quota_bytes`` (QuotaExceeded). Values of other nodes are copied
+        into memory of this process, and so are all with ``path="tcp"`` or ``"zmq"``.
+        """
+        if zero_copy:
+            return self._driver.run(self._ops.batch_get_views(keys, timeout))
         if self._near is None:
             return self._driver.run(self._ops.batch_get(keys, timeout))
         return self._driver.run(near_batch_get(self._ops, self._near, list(keys), timeout))

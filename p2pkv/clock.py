@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Protocol
 
@@ -18,6 +19,14 @@ class Clock(Protocol):
 def monotonic() -> int:
     """The clock of production. It goes on while the process is stopped, which fencing relies on."""
     return time.monotonic_ns()
+
+
+def namespace() -> str:
+    """Names whose clock this is: processes of one host may have different ones (containers)."""
+    try:
+        return os.readlink("/proc/self/ns/time")
+    except OSError:
+        return ""
 
 
 def seconds(value: float) -> int:

@@ -199,6 +199,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefault: bool = False
     """Take all memory at the start instead of at first use."""
 
+    published_index: bool = True
+    """Let clients on this host find and read values in shared memory without asking the node."""
+    index_limit_bytes: Bytes = 0
+    """Shared memory for that index, 200 bytes an object. 0: 1/64 of memory_limit_bytes, at least
+    1 MiB, at most 1 GiB. Objects that find no room in it are asked for."""
+
     # -- sessions
     session_ttl_s: Positive = 30.0
     """A session that sends nothing for so long ends: its allocations, tokens and pins go."""
@@ -208,6 +214,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A transfer token that is not used for so long is taken back."""
     sessions_max: Annotated[int, Limit(ge=1)] = 4096
     """Clients, and threads of clients, at the same time."""
+
+    view_quota_bytes: Bytes = 0
+    """What one client process may hold as views of this node's memory (``zero_copy``), which cannot
+    be used for anything else meanwhile. 0: 1/4 of memory_limit_bytes."""
 
     # -- checksums
     checksums: Policy = "demand"
@@ -272,6 +282,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def metadata_bytes(self) -> int:
         return self.metadata_limit_bytes or max(16 * MiB, self.memory_limit_bytes // 8)
+
+    @property
+    def index_bytes(self) -> int:
+        if not self.published_index:
+            return 0
+        return self.index_limit_bytes or min(max(1 * MiB, self.memory_limit_bytes // 64), 1 * GiB)
 
 
 class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

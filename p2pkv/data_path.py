@@ -17,6 +17,7 @@ from p2pkv.routing import Answer, Lost, Reply, Request
 from p2pkv.shared_memory import LocatedValues, SharedArena, SharedPut, message_for
 from p2pkv.stream import Closed, DataLink, Late
 from p2pkv.transport import ClientSession
+from p2pkv.views import Lessor
 from p2pkv.wire import Kind
 
 CONNECT_TIMEOUT_S = 1.0
@@ -32,13 +33,31 @@ class DataPath:
         if not welcome.data:
             raise ValueError("the node has no data endpoint")
         self.link = DataLink(welcome.data[0], session.id, welcome.token, limits, CONNECT_TIMEOUT_S)
-        self.arena = SharedArena.open(*welcome.arena) if shared and welcome.arena else None
+        self.arena: SharedArena | None = None
+        if shared and welcome.arena:
+            self.arena = SharedArena.open(*welcome.arena, index=welcome.index)
         self.session = session
+        self._welcome = welcome
+        self._limits = limits
+        self._lessor: Lessor | None = None
         self.proven = False
         """Whether it has answered anything yet."""
 
+    def lessor(self) -> Lessor:
+        """What gives views of the node's memory, which is shared. Raises OSError."""
+        if self._lessor is None or self._lessor.broken:
+            assert self.arena is not None
+            welcome = self._welcome
+            link = DataLink(
+                welcome.data[0], self.session.id, welcome.token, self._limits, CONNECT_TIMEOUT_S
+            )
+            self._lessor = Lessor(self.arena, link)
+        return self._lessor
+
     def close(self) -> None:
         self.link.close()
+        if self._lessor is not None:
+            self._lessor.end()
 
 
 class _Call:
@@ -72,7 +91,11 @@ class DataExchange:
 
     def run(self, deadline_ns: int) -> list[Answer]:
         for path, call in self._calls:
-            self._guarded(path, call, deadline_ns)
+            body = call.request.body
+            if path.arena is not None and isinstance(body, wire.Open) and body.view:
+                self._view(path, call, body.keys, deadline_ns)
+            else:
+                self._guarded(path, call, deadline_ns)
         while self._waiting:
             for path in self._ready(deadline_ns):
                 self._receive(path, deadline_ns)
@@ -90,6 +113,17 @@ class DataExchange:
         except (Closed, Late, ProtocolError) as e:
             self._waiting[path][-1 - call.index] = call
             self._lose(path, e)
+
+    def _view(self, path: DataPath, call: _Call, keys: list[bytes], deadline_ns: int) -> None:
+        try:
+            answer = path.lessor().call(keys, deadline_ns)
+        except OSError as e:
+            answer = Lost(f"data connection to {path.link.endpoint}: {e}")
+        if isinstance(answer, Lost):
+            self.broken.add(path)
+        elif answer.kind == Kind.ERROR and answer.body.fault == wire.Fault.NO_SESSION:
+            self.forgotten.add(path)
+        self.answers[call.index] = answer
 
     def _send(self, path: DataPath, call: _Call, deadline_ns: int) -> None:
         request = call.request

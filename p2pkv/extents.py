@@ -6,7 +6,8 @@ An object that is given up keeps its extent, bytes untouched, until its last rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from p2pkv.allocator import Allocator
 from p2pkv.arena import Arena
@@ -16,25 +17,37 @@ from p2pkv.objects import CLEARED_HEADER, HEADER_BYTES, METADATA_BYTES, Object, 
 _ALLOCATED, _COMMITTED, _RETIRING, _GONE = State
 
 
+class Users(Protocol):
+    """Who else looks at values: threads that find them in the published index."""
+
+    def held(self, objects: Iterable[Object]) -> list[Object]:
+        """Those of the objects, which nobody can find any more, that are being used."""
+
+
 class Extents:
     """The arena's space as objects take it and give it back."""
 
     __slots__ = (
         "allocator",
+        "lent",
         "metadata_bytes",
         "release_later",
         "retiring",
         "retiring_bytes",
+        "users",
         "view",
     )
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, users: Users | None = None) -> None:
         self.view = arena.view
+        self.users = users
         self.allocator = Allocator(arena.size)
         self.metadata_bytes = 0
         """Cost of all objects that have an extent."""
         self.retiring: dict[Object, None] = {}
         self.retiring_bytes = 0
+        self.lent: dict[Object, None] = {}
+        """Of the retiring those without readers, which ``users`` still told of."""
         self.release_later: deque[Object] = deque()
 
     @property
@@ -66,12 +79,27 @@ class Extents:
         """
         waiting = [item for item in items if item.readers]
         if waiting:
-            for item in waiting:
-                item.state = _RETIRING
-                self.retiring[item] = None
-                self.retiring_bytes += item.extent_bytes
+            self._retire(waiting)
             items = [item for item in items if not item.readers]
+        lent = self._lent(items)
+        if lent:
+            self._retire(lent)
+            items = [item for item in items if item not in self.lent]
         return self._free(items)
+
+    def _retire(self, items: Collection[Object]) -> None:
+        for item in items:
+            item.state = _RETIRING
+            self.retiring[item] = None
+            self.retiring_bytes += item.extent_bytes
+
+    def _lent(self, items: Collection[Object]) -> Sequence[Object]:
+        """Notes and answers those whose values threads of this process still use."""
+        if self.users is None or not items:
+            return ()
+        lent = self.users.held(items)
+        self.lent.update(dict.fromkeys(lent))
+        return lent
 
     def _free(self, items: Collection[Object]) -> int:
         view = self.view
@@ -114,6 +142,8 @@ class Extents:
             raise ValueError(f"no token is held on {foreign[0]!r}")
 
     def _finish(self, items: Sequence[Object]) -> None:
+        if self._lent(items):
+            items = [item for item in items if item not in self.lent]
         for item in items:
             del self.retiring[item]
             self.retiring_bytes -= item.extent_bytes
@@ -122,6 +152,9 @@ class Extents:
 
     def reap(self) -> int:
         """Takes what is in ``release_later`` at the moment; answers how many tokens."""
+        if self.lent:
+            lent, self.lent = self.lent, {}
+            self._finish([item for item in lent if not item.readers])
         queue = self.release_later
         items = [queue.popleft() for _ in range(len(queue))]
         self.release_batch(items)

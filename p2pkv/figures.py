@@ -94,6 +94,13 @@ def collect(node: Node) -> wire.NodeStats:
         "requests_refused_total": node._handlers.refused,
         "answers_dropped_total": node._server.dropped,
     }
+    if node._published is not None:
+        index = node._published.figures()
+        figures["index_slots"] = index.slots
+        figures["index_objects"] = index.published
+        figures["index_refused_objects"] = index.refused
+        figures["index_hits_total"] = index.hits
+        figures["index_torn_total"] = index.torn
     for reason in Reason:
         figures[f"objects_{reason.name.lower()}_total"] = counters.lost[reason]
     for kind, count in node._handlers.requests.items():

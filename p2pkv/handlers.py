@@ -15,7 +15,7 @@ from p2pkv.clock import MILLISECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
 from p2pkv.journal import Journal, Outcome
-from p2pkv.objects import Object, Pin
+from p2pkv.objects import Object, Pin, State
 from p2pkv.parts import Parts
 from p2pkv.payload import Payload
 from p2pkv.replicated import OpKind
@@ -38,6 +38,7 @@ class Handlers:
     ``may_serve(now)`` is the self-fence rule, asked at every request. ``arriving`` says which
     values are compared with their checksums before they are kept. ``extra`` answers the kinds that
     concern the node as a whole. An answer that other nodes have a say in is a ``Deferred``.
+    ``view_quota_bytes``: what one client may look at in the arena (0: a quarter of it).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Handlers:
         may_serve: Callable[[int], bool],
         extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response]],
         arriving: Checksums = Checksums.NONE,
+        view_quota_bytes: int = 0,
     ) -> None:
         self.member = member
         self.journal = journal
@@ -59,6 +61,7 @@ class Handlers:
         self.bucket_count = bucket_count
         self.may_serve = may_serve
         self.primary = self.replicas.served
+        self.view_quota_bytes = view_quota_bytes or self.store.arena.size // 4
         self.requests: dict[int, int] = {}
         self.arriving = arriving
         self.corrupt_arrivals = 0
@@ -356,7 +359,43 @@ class Handlers:
         status = Status.MISS if count < end or not refused else refused[end]
         return Kind.MATCHED, wire.Matched(count, status), ()
 
+    def _view(self, session: Session, body: wire.Open, now: int) -> Response:
+        """Values that a client on this host looks at in the arena, until it releases them, or its
+        connection is gone. Where memory is not shared it gets them sent."""
+        shared = session.shared
+        if shared is None:
+            return self._get(session, wire.Get(body.keys), (), now)
+        count = len(body.keys)
+        tokens, sizes, offsets = [0] * count, [0] * count, [0] * count
+        room = self.view_quota_bytes - sum(
+            [o.extent_bytes for o in shared.values() if o.state is not State.ALLOCATED]
+        )
+
+        def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
+            nonlocal room
+            found = self.store.get_batch(buckets, keys, now)
+            statuses = bytearray()
+            viewed: list[tuple[int, Object]] = []
+            for i, item in zip(items, found, strict=True):
+                fits = item is not None and item.extent_bytes <= room and len(shared) < TOKENS_MAX
+                if item is not None and fits:
+                    room -= item.extent_bytes
+                    viewed.append((i, item))
+                statuses.append(
+                    Status.MISS if item is None else Status.OK if fits else Status.QUOTA
+                )
+            self.store.acquire_batch([item for _, item in viewed])
+            for (i, item), id in zip(viewed, self.sessions.numbers(len(viewed)), strict=True):
+                shared[id] = item
+                tokens[i], sizes[i], offsets[i] = id, item.size, item.offset
+            return statuses
+
+        _, answer, _ = self._each(body.keys, now, run)
+        return Kind.OPENED, wire.Opened(answer.statuses, tokens, sizes, offsets), ()
+
     def _open(self, session: Session, body: wire.Open, frames: Frames, now: int) -> Response:
+        if body.view:
+            return self._view(session, body, now)
         if len(session.tokens) + len(body.keys) > TOKENS_MAX:
             raise ProtocolError(f"more than {TOKENS_MAX} open objects in one session")
         ids, sizes, sums = [0] * len(body.keys), [0] * len(body.keys), [0] * len(body.keys)
@@ -385,7 +424,16 @@ class Handlers:
         return Kind.VALUES, wire.Values(b"", [body.length], []), payload.finish()
 
     def _release(self, session: Session, body: wire.Release, frames: Frames, now: int) -> Response:
+        if session.shared:
+            views = [id for id in body.tokens if self._is_view(session.shared.get(id))]
+            if views:
+                self.unshare(session.shared, views)
+                return _statuses(())
         return _statuses(self.sessions.release(session, body.tokens))
+
+    @staticmethod
+    def _is_view(item: Object | None) -> bool:
+        return item is not None and item.state is not State.ALLOCATED
 
     # -- writing
 

@@ -380,6 +380,9 @@ class Journal:
         if bucket in self.store.buckets:
             self.store.drop_bucket(bucket)
 
+    def hide(self, bucket: BucketId) -> None:
+        self.store.hide_bucket(bucket)
+
     # -- staging what a primary sends
 
     def stage(self, buckets: Sequence[int], ops: Sequence[Op], now: int) -> list[Object | None]:

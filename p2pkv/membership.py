@@ -393,9 +393,11 @@ class Contacts:
 
     def may_serve(self, now: int, last_etcd_contact_ns: int) -> bool:
         """Whether this node may act as the owner of what it owns; to be asked at each operation."""
-        if now - last_etcd_contact_ns <= self._fence_ns:
-            return True
-        return now - self._vouched_ns <= self._fence_ns
+        return now <= self.serves_until(last_etcd_contact_ns)
+
+    def serves_until(self, last_etcd_contact_ns: int) -> int:
+        """Until when it may, unless it hears something new; whoever promises more lies."""
+        return max(last_etcd_contact_ns, self._vouched_ns) + self._fence_ns
 
     def _renew(self, now: int) -> None:
         """Note since when a majority vouches, unless the time that was left is over already."""

@@ -19,7 +19,8 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from p2pkv import clock, membership, ring, wire
+from p2pkv import _native, clock, membership, ring, wire
+from p2pkv._native.index import Writer
 from p2pkv.arena import Arena
 from p2pkv.async_client import AsyncClient
 from p2pkv.async_driver import AsyncDriver
@@ -88,6 +89,7 @@ class Node:
         self._draining_asked = asyncio.Event()
         self._ready: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
+        self._published: Writer | None = None
         self._garbage = 0
         self._heartbeats = 0
         self._started_ns = 0
@@ -182,11 +184,21 @@ class Node:
             config.node_id,
             huge_pages=config.huge_pages,
             prefault=config.prefault,
+            index_bytes=config.index_bytes if _native.available else 0,
         )
         try:
-            await self._run_with(authority, meta, arena)
+            self._published = publish_in(arena, meta.bucket_count)
+            try:
+                await self._run_with(authority, meta, arena)
+            finally:
+                self._hide()
         finally:
             arena.close()
+
+    def _hide(self) -> None:
+        """Whoever reads on its own asks from here on."""
+        if self._published is not None:
+            self._published.close()
 
     async def _run_with(self, authority: Authority, meta: Meta, arena: Arena) -> None:
         config = self.config
@@ -196,6 +208,7 @@ class Node:
             hard_pin_quota=config.hard_pin_quota,
             key_bytes_max=config.limits.key_bytes_max,
             value_bytes_max=config.limits.value_bytes_max,
+            published=self._published,
         )
         context: zmq.Context[Any] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, SOCKETS_MAX + 2 * config.sessions_max)
@@ -237,6 +250,7 @@ class Node:
                 try:
                     await self._serve(authority)
                 finally:
+                    self._hide()
                     self._driver.close()
             finally:
                 await _quietly(authority.resign())
@@ -293,6 +307,7 @@ class Node:
                 Kind.DRAIN: self._on_drain,
             },
             ARRIVING.get(config.checksums, Checksums.NONE),
+            config.view_quota_bytes,
         )  # fmt: skip
         self._scrub = Scrub(store, give=config.checksums != "never")
         self._learning.check = bool(self._handlers.arriving)
@@ -385,7 +400,19 @@ class Node:
             self._store.reap(now)
             self._sessions.reap(now)
             self._data.drop_stalled(now)
+            self._open_gates()
             await asyncio.sleep(HOUSEKEEPING_S)
+
+    def _open_gates(self) -> None:
+        """Let others read what we serve, for as long as we may.
+
+        Gates are closed where a bucket ceases to be served; this only ever opens them.
+        """
+        if self._published is not None:
+            until = self._contacts.serves_until(self._contact_ns())
+            self._published.open_gates(
+                self._replicas.served_until(until, self._ownership.bucket_count)
+            )
 
     async def _plan(self) -> None:
         """Plan placement, if this node is the one elected to."""
@@ -566,6 +593,7 @@ class Node:
             (self._data_endpoint,),
             session.token,
             (str(arena.path), arena.size, arena.proof),
+            (*arena.index_place, clock.namespace()) if self._published is not None else None,
         )
         return Kind.WELCOME, welcome, ()
 
@@ -684,6 +712,12 @@ class Node:
 
 
 _NO_BOOT: Any = 0
+
+
+def publish_in(arena: Arena, buckets: int) -> Writer | None:
+    """The published index behind the arena's memory, if there is room for one."""
+    memory = arena.map_index()
+    return None if memory is None else Writer(memory, buckets)
 
 
 async def _quietly(ending: Coroutine[Any, Any, None]) -> None:

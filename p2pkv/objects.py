@@ -82,6 +82,8 @@ class Object(msgspec.Struct, eq=False, gc=False):
     """Pins of sessions; as long as there is one it counts as hard-pinned."""
     checksum: int | None = None
     """XXH3 (64 bits) of the value, if the writer gave one. None or 0: none."""
+    slot: int = -2
+    """Where it stands in the published index; negative: nowhere (see ``_native.index``)."""
 
     @property
     def metadata_bytes(self) -> int:

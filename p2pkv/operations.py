@@ -25,7 +25,16 @@ from p2pkv.arguments import (
     nanoseconds,
     pairs_of,
 )
-from p2pkv.batches import FlagBatch, GetBatch, GetFresh, GetRanges, Make, MatchBatch, PutBatch
+from p2pkv.batches import (
+    FlagBatch,
+    GetBatch,
+    GetFresh,
+    GetRanges,
+    Make,
+    MatchBatch,
+    PutBatch,
+    ViewBatch,
+)
 from p2pkv.checking import recheck
 from p2pkv.checksums import READING, WRITING, checksums_of
 from p2pkv.config import ClientConfig
@@ -87,12 +96,37 @@ class Operations:
     def get(self, key: Key, timeout: float | None = None) -> Operation[bytes | None]:
         data = encode_key(key, self.limits)
         ctx = self.context(timeout)
+        value: bytes | None = self._read([data], None)[0]
+        if value is not None:
+            return value
         answer = yield from self._quick_get(ctx, data)
         if answer is not None:
             return None if answer.body.statuses else bytes(answer.frames[0])
-        results = yield from self._get(ctx, [data], None)
-        value: bytes | None = _single(results)
+        value = _single((yield from self._ask(ctx, [data], None)))
         return value
+
+    def _read(self, keys: list[bytes], targets: list[Parts] | None) -> list[Any]:
+        """What can be read without asking: values, or their sizes if there are targets."""
+        published = self.router.published
+        if published is None or self._reading == Checksums.ALL:
+            return [None] * len(keys)
+        return published.get(keys) if targets is None else published.get_into(keys, targets)
+
+    def _read_plain(self, keys: Any, targets: Any) -> list[Any] | None:
+        """``_read`` of arguments that nobody has checked: what is wrong with them is not read.
+
+        None: they are no lists of keys and of buffers; nothing was tried.
+        """
+        published = self.router.published
+        if (
+            published is None
+            or self._reading
+            or not (isinstance(keys, list) and isinstance(targets, list))
+        ):
+            return None
+        if len(keys) != len(targets) or not targets or isinstance(targets[0], (tuple, list)):
+            return None
+        return published.get_into(keys, targets)
 
     def _quick_get(self, ctx: Context, key: bytes) -> Operation[Reply | None]:
         """The usual answers to a get of one key: a hit in one frame, or a miss. Else None."""
@@ -143,12 +177,15 @@ class Operations:
         timeout: float | None = None,
         ranges: Iterable[Any] | None = None,
     ) -> Operation[list[int | None]]:
+        known = self._read_plain(keys, targets) if ranges is None else None
+        if known is not None and None not in known:
+            return known
         encoded, memory = encode_keys(keys, self.limits), self.memory
         views = [encode_target(t, memory) for t in targets]
         if len(views) != len(encoded):
             raise InvalidArgument(f"buffers: {len(views)} for {len(encoded)} keys")
         if ranges is None:
-            results = yield from self._get(self.context(timeout), encoded, views)
+            results = yield from self._get(self.context(timeout), encoded, views, known)
         else:
             starts, lengths = encode_ranges(ranges, len(encoded))
             results = yield from self._get_ranges(
@@ -194,6 +231,29 @@ class Operations:
             )
         return _batch(op.results)
 
+    def batch_get_views(
+        self, keys: Iterable[Key], timeout: float | None = None
+    ) -> Operation[list[memoryview | None]]:
+        """Read-only views of the values, in the memory of nodes on this host as far as may be."""
+        encoded = encode_keys(keys, self.limits)
+        return _batch((yield from self._views(encoded, timeout)))
+
+    def get_view(self, key: Key, timeout: float | None = None) -> Operation[memoryview | None]:
+        """As ``batch_get_views``, of one value."""
+        results = yield from self._views([encode_key(key, self.limits)], timeout)
+        view: memoryview | None = _single(results)
+        return view
+
+    def _views(self, keys: list[bytes], timeout: float | None) -> Operation[list[Any]]:
+        ctx = self.context(timeout)
+        buckets = yield from self._buckets(ctx, keys)
+        op = ViewBatch(keys, buckets, self.copy)
+        yield from self._run_get(ctx, op)
+        return [
+            memoryview(value).toreadonly() if isinstance(value, bytes) else value
+            for value in op.results
+        ]
+
     def batch_get_once(
         self, keys: list[bytes], timeout: float | None
     ) -> Operation[tuple[list[int], list[Any]]]:
@@ -206,6 +266,23 @@ class Operations:
         return op.once, _batch(op.results)
 
     def _get(
+        self,
+        ctx: Context,
+        keys: list[bytes],
+        targets: list[Parts] | None,
+        known: list[Any] | None = None,
+    ) -> Operation[list[Any]]:
+        results = self._read(keys, targets) if known is None else known
+        left = [i for i, result in enumerate(results) if result is None]
+        if not left:
+            return results
+        if len(left) == len(keys):
+            return (yield from self._ask(ctx, keys, targets))
+        some = None if targets is None else [targets[i] for i in left]
+        _merge(results, left, (yield from self._ask(ctx, [keys[i] for i in left], some)))
+        return results
+
+    def _ask(
         self, ctx: Context, keys: list[bytes], targets: list[Parts] | None
     ) -> Operation[list[Any]]:
         buckets = yield from self._buckets(ctx, keys)
@@ -325,16 +402,43 @@ class Operations:
     def batch_exists(
         self, keys: Iterable[Key], timeout: float | None = None, touch: bool = False
     ) -> Operation[list[bool]]:
+        if touch:
+            encoded = encode_keys(keys, self.limits)
+            return _batch((yield from self._exists(encoded, timeout, True)))
+        there = self._there(keys)
+        if there and 0 not in there:
+            return [True] * len(there)
         encoded = encode_keys(keys, self.limits)
-        results = yield from self._flags(
-            Kind.EXISTS, encoded, lambda k: wire.Exists(k, touch), timeout
-        )
+        there = there or bytes(len(encoded))
+        left = [i for i, flag in enumerate(there) if not flag]
+        results: list[Any] = [True] * len(encoded)
+        if left:
+            asked = [encoded[i] for i in left]
+            _merge(results, left, (yield from self._exists(asked, timeout, False)))
         return _batch(results)
+
+    def _there(self, keys: Iterable[Key]) -> bytes:
+        """For each key 1: it is there, which can be told without asking. Empty: nothing can.
+
+        Keys need no check before: one that is wrong is not there.
+        """
+        if self.router.published is None or not isinstance(keys, list):
+            return b""
+        return self.router.published.exists(keys)
+
+    def _exists(
+        self, keys: list[bytes], timeout: float | None, touch: bool
+    ) -> Operation[list[Any]]:
+        def body(keys: list[bytes]) -> wire.Exists:
+            return wire.Exists(keys, touch)
+
+        return (yield from self._flags(Kind.EXISTS, keys, body, timeout))
 
     def exists(self, key: Key, timeout: float | None = None) -> Operation[bool]:
         data = encode_key(key, self.limits)
-        results = yield from self._flags(Kind.EXISTS, [data], wire.Exists, timeout)
-        return bool(_single(results))
+        if 1 in self._there([data]):
+            return True
+        return bool(_single((yield from self._exists([data], timeout, False))))
 
     def batch_delete(
         self, keys: Iterable[Key], timeout: float | None = None
@@ -384,12 +488,16 @@ class Operations:
 
     def match_prefix(self, keys: Iterable[Key], timeout: float | None = None) -> Operation[int]:
         """How many keys from the start are there: one message per owner."""
-        encoded = encode_keys(keys, self.limits)
+        there = self._there(keys)
+        known = len(there) - len(there.lstrip(b"\1"))
+        if there and known == len(there):
+            return known
+        rest = encode_keys(keys, self.limits)[known:]
         ctx = self.context(timeout)
-        buckets = yield from self._buckets(ctx, encoded)
-        op = MatchBatch(encoded, buckets)
+        buckets = yield from self._buckets(ctx, rest)
+        op = MatchBatch(rest, buckets)
         yield from keyed(ctx, op)
-        return op.count()
+        return known + op.count()
 
     def scan_page(
         self, cursor: ScanCursor, timeout: float | None = None
@@ -468,6 +576,11 @@ def _run_put(ctx: Context, op: PutBatch) -> Operation[None]:
     if op.corrupt:
         again, op.corrupt = sorted(op.corrupt), []
         yield from keyed(ctx, op, again)
+
+
+def _merge(results: list[Any], left: Sequence[int], asked: Sequence[Any]) -> None:
+    for i, result in zip(left, asked, strict=True):
+        results[i] = result
 
 
 def _single(results: Sequence[Any]) -> Any:

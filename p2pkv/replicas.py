@@ -9,6 +9,7 @@ about all buckets leaves together.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol
@@ -74,6 +75,9 @@ class Objects(Protocol):
     def open(self, bucket: BucketId) -> None: ...
 
     def drop(self, bucket: BucketId, lost: bool) -> None: ...
+
+    def hide(self, bucket: BucketId) -> None:
+        """Who reads without asking asks from here on, until ``served_until`` is told again."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -163,6 +167,20 @@ class Replicas:
     def serve_until(self, bucket: int) -> int:
         """Until when this node may answer reads of the bucket, unless it is fenced; 0: not."""
         return self.by_bucket[bucket].serve_until() if bucket in self.served else 0
+
+    def served_until(self, fence_ns: int, bucket_count: int) -> array[int]:
+        """For each bucket the time before which nobody else may serve it; 0: we do not.
+
+        ``fence_ns``: until when the self-fence rule lets this node serve what has no other copies.
+        What the gates of the published index are set to.
+        """
+        untils = array("Q", bytes(8 * bucket_count))
+        for bucket in self.served:
+            until = self.by_bucket[bucket].serve_until()
+            if not self.has_rivals(bucket):
+                until = min(until, fence_ns)
+            untils[bucket] = max(0, until)
+        return untils
 
     def has_rivals(self, bucket: int) -> bool:
         """Whether other members hold copies that could be promoted."""
@@ -515,6 +533,7 @@ class Replicas:
         elif isinstance(instruction, Changed):
             self._changed(instruction.bucket)
         elif isinstance(instruction, Propose):
+            self._unsettle_reads(instruction.change.bucket)
             self.proposals.append(instruction.change)
         elif isinstance(instruction, Copy):
             self.copies.append(instruction)
@@ -537,8 +556,13 @@ class Replicas:
         waits = not serving and bool(replica.tenure)
         (self.waiting.add if waits else self.waiting.discard)(bucket)
         self._claims = self._peers = None
-        self.reads_until = 0
+        self._unsettle_reads(bucket)
         self._follow_up(replica)
+
+    def _unsettle_reads(self, bucket: BucketId) -> None:
+        """Whose grants it takes to read it has changed: what was known before counts no more."""
+        self.reads_until = 0
+        self._objects.hide(bucket)
 
     def read_limit(self, now: int) -> int:
         """Until when all served buckets may be read: worth asking when ``reads_until`` is over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -81,7 +81,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     body: Any
     frames: Sequence[wire.Buffer]
     revision: int = 0
-    values: Sequence[bytes | None] | None = None
+    values: Sequence[Any] | None = None
     """The values of the answer, each an object of its own, where the driver made them so."""
     delivered: bool = False
     """The values are where the request's sink wanted them."""
@@ -227,10 +227,25 @@ class Table:
         return groups
 
 
+class Reads(Protocol):
+    """Values that can be read without asking their owners: those of nodes on this host."""
+
+    def exists(self, keys: list[Any]) -> bytes:
+        """For each key, str or bytes, 1: it is there; 0: ask. Empty: nothing is known."""
+
+    def get(self, keys: list[bytes]) -> list[bytes | None]:
+        """The values; None: ask."""
+
+    def get_into(self, keys: list[Any], targets: list[Any]) -> list[int | None]:
+        """The size of each value that is now in its target; None: ask."""
+
+
 class Router:
     """The newest table that was seen. Shared by all operations of a client."""
 
     def __init__(self) -> None:
+        self.published: Reads | None = None
+        """What can be read without asking."""
         self.table: Table | None = None
         self.silent: frozenset[Peer] = frozenset()
         """Those that did not answer, since others were asked for the ring: it may have changed

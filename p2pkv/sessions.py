@@ -200,6 +200,12 @@ class Sessions:
         session.allocations.clear()
         session.tokens.clear()
 
+    def numbers(self, count: int) -> range:
+        """Ids that nothing else has."""
+        first = self._next_id + 1
+        self._next_id += count
+        return range(first, first + count)
+
     # -- allocations
 
     def allocate(self, session: Session, items: Sequence[Object], now: int) -> list[int]:

@@ -22,8 +22,10 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from p2pkv import _native, wire
+from p2pkv._native.index import Map
 from p2pkv.buffers import OFF_GIL_MIN, copy
 from p2pkv.checksums import checksums_of
+from p2pkv.clock import namespace
 from p2pkv.errors import ProtocolError
 from p2pkv.objects import HEADER_BYTES, read_header
 from p2pkv.parts import Parts, fill, flat, size_of, sizes_of
@@ -41,15 +43,23 @@ PROOF_BYTES_MIN = 16
 class SharedArena:
     """A node's memory, mapped."""
 
-    def __init__(self, mapping: mmap.mmap, fd: int) -> None:
+    def __init__(self, mapping: mmap.mmap, fd: int, path: str) -> None:
+        self.path = path
+        self.mapping = mapping
         self.view = memoryview(mapping)
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd)
         self._region = _native.Region(self.view) if _native.available else None
+        self.index: Map | None = None
+        """The index that the node publishes."""
 
     @classmethod
-    def open(cls, path: str, size: int, proof: bytes) -> SharedArena | None:
+    def open(
+        cls, path: str, size: int, proof: bytes, index: tuple[int, int, str] | None = None
+    ) -> SharedArena | None:
         """Map the file, if it is the one that the node means, and nobody else's.
+
+        ``index``: where the published index is in it, and whose clock its times are of.
 
         Another user could shorten a file of his, which kills who reads the mapping.
         """
@@ -62,11 +72,23 @@ class SharedArena:
             ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not ours or len(proof) < PROOF_BYTES_MIN or os.pread(fd, len(proof), size) != proof:
                 return None
-            return cls(mmap.mmap(fd, size), fd)
+            arena = cls(mmap.mmap(fd, size), fd, path)
+            if index is not None and status.st_size >= index[0] + index[1]:
+                arena.index = arena._map_index(fd, *index)
+            return arena
         except (OSError, ValueError, OverflowError):
             return None
         finally:
             os.close(fd)
+
+    def _map_index(self, fd: int, offset: int, size: int, clock_of: str) -> Map | None:
+        """None: it cannot be read here, so the node is asked for everything."""
+        if not _native.available or clock_of != namespace():
+            return None
+        try:
+            return Map(mmap.mmap(fd, size, offset=offset), self.view)
+        except (OSError, ValueError, OverflowError):
+            return None
 
     def holds(self, offset: int, size: int) -> bool:
         return HEADER_BYTES <= offset <= len(self.view) - size
@@ -143,6 +165,8 @@ def message_for(request: Request, session: ClientSession, arena: SharedArena | N
         request.seal()
     if not request.id:
         request.id = session.next_number()
+    if arena is None and isinstance(request.body, wire.Open) and request.body.view:
+        return in_other_words(request, Kind.GET, wire.Get(request.body.keys), request.id)
     if arena is not None and request.kind == Kind.GET:
         body = msgspec.structs.replace(request.body, locate=True)
         return in_other_words(request, Kind.GET, body, request.id)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
+from p2pkv._native.index import Writer
 from p2pkv.arena import Arena
 from p2pkv.catalog import Catalog
 from p2pkv.checksums import checksums_of
@@ -50,6 +51,7 @@ class Store(Catalog):
 
     ``metadata_limit_bytes`` bounds keys and records (METADATA_BYTES + the key for each object);
     ``hard_pin_quota`` is the share of the arena that hard-pinned extents may take;
+    ``published`` is the index by which others read on their own;
     ``value_bytes_max`` is lowered to what the arena could hold. Raises ConfigError for limits
     that cannot hold one object.
     """
@@ -63,6 +65,7 @@ class Store(Catalog):
         key_bytes_max: int = 1024,
         value_bytes_max: int = 1 << 30,
         policy: EvictionPolicy[Object] | None = None,
+        published: Writer | None = None,
     ) -> None:
         if metadata_limit_bytes < METADATA_BYTES + key_bytes_max:
             raise ConfigError(
@@ -74,6 +77,7 @@ class Store(Catalog):
             metadata_limit_bytes=metadata_limit_bytes,
             hard_pin_quota=hard_pin_quota,
             policy=policy,
+            published=published,
         )
         self.key_bytes_max = key_bytes_max
         self.value_bytes_max = min(value_bytes_max, self.extents.value_bytes_max)
@@ -95,12 +99,21 @@ class Store(Catalog):
         Its allocations are aborted. Raises KeyError if it is not open.
         """
         dropped = self.buckets[bucket]
+        self.hide_bucket(bucket)
         allocated = [item for item in self.allocated if item.bucket == bucket]
         self.abort_batch(sorted(allocated, key=lambda item: item.offset))
         objects = list(dropped.objects.values())
         self._remove(objects, Reason.DROPPED)
         del self.buckets[bucket], self.index[bucket]
         return len(objects)
+
+    def hide_bucket(self, bucket: int) -> None:
+        """Readers of the published index ask the node from here on, until its gate is opened.
+
+        To be called before anybody else may serve the bucket.
+        """
+        if self.published is not None:
+            self.published.close_gate(bucket)
 
     # -- reading
 
@@ -339,8 +352,10 @@ class Store(Catalog):
             for item, checksum in zip(items, sums, strict=True)
         ]
         self.policy.touch_batch(items)
+        shown = dict.fromkeys([item for item in items if item.version > before])
+        if self.published is not None:
+            self.published.publish(shown)
         self._bury(replaced, Reason.OVERWRITTEN)
-        shown = {item for item in items if item.version > before}
         self.counters.puts += len(shown)
         self.counters.put_bytes += sum([item.size for item in shown])
         return statuses
@@ -483,12 +498,16 @@ class Store(Catalog):
         if ttl_ns < 0:
             raise ValueError(f"ttl_ns = {ttl_ns}: must not be negative")
         statuses: list[Status] = []
+        changed: list[Object] = []
         for bucket, key in zip(buckets, keys, strict=True):
             item = self.find(bucket, key, now)
             if item is not None:
                 self.expiry.set(item, now + ttl_ns if ttl_ns else 0)
                 self._note_change(item)
+                changed.append(item)
             statuses.append(_MISS if item is None else _OK)
+        if self.published is not None:
+            self.published.publish(changed)
         return statuses
 
     def _without_expired(self, found: list[Object | None], now: int) -> list[Object | None]:

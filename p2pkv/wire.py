@@ -190,6 +190,8 @@ class Welcome(Body, frozen=True):
     """Admits this session's data connection."""
     arena: tuple[Name, Size, Annotated[bytes, Limit(max_length=64)]] | None = None
     """File, bytes and proof of the node's memory, for a client that can map it."""
+    index: tuple[Size, Size, Name] | None = None
+    """Offset and bytes of the published index in that file, and whose clock its times are of."""
 
 
 class Get(Body, frozen=True):
@@ -274,6 +276,8 @@ class Abort(Body, frozen=True):
 
 class Open(Body, frozen=True):
     keys: Keys
+    view: bool = False
+    """The client has mapped the arena: it looks at the values there until it releases them."""
 
 
 class Read(Body, frozen=True):
@@ -385,6 +389,8 @@ class Opened(Body, frozen=True):
     tokens: Ids
     sizes: Sizes
     checksums: Sums = []
+    offsets: Sizes = []
+    """Of views: where the values lie."""
 
 
 class Checked(Body, frozen=True):

@@ -700,7 +700,7 @@ def test_a_paused_node_ends_calls_at_their_deadline_and_serves_again_when_it_wak
             cluster["n0"].pause()
             began = time.monotonic()
             results = await asyncio.gather(
-                *[kv.get("k", timeout=0.3) for _ in range(50)],
+                *[kv.get("none", timeout=0.3) for _ in range(50)],
                 *[kv.put("k", value, timeout=0.3) for _ in range(50)],
                 return_exceptions=True,
             )

@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"store", "arena", "hostlock", "catalog", "extents", "store_audit", "payload", "sessions"},
     {"authority", "etcd", "etcd_buckets", "etcd_channels", "etcd_session", "etcd_view",
      "etcd_watch", "discovery", "transport", "stream", "connection", "data_server",
-     "data_path", "shared_memory", "async_path", "transfer", "ucx_transfer",
+     "data_path", "shared_memory", "published", "views", "async_path", "transfer", "ucx_transfer",
      "ucx_library", "ucx_memory", "ucx_peers",
      "gossip", "liveness"},
     {"handlers", "ownership", "scrub"},

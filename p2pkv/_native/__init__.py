@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Batch: TypeAlias = "Pieces | Sequence[Buffer]"
 
-ABI: Final = 2
+ABI: Final = 3
 CLOSED: Final = 4096
 """Error of a receive: the peer closed the connection before the end."""
 
@@ -75,6 +75,8 @@ class _Missing:
 
 if not available:
     _ffi = _lib = _Missing()
+core: Final[tuple[Any, Any]] = (_ffi, _lib)
+"""For the modules of this package."""
 
 
 def _python_function(which: int, *types: type) -> Callable[..., Any]:

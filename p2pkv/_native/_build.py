@@ -12,8 +12,8 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).parent
-SOURCES = ["copy.c", "checksum.c", "socket.c", "python_pieces.c"]
-HEADERS = ["api.h", "native.h"]
+SOURCES = ["copy.c", "checksum.c", "socket.c", "index.c", "python_pieces.c", "python_index.c"]
+HEADERS = ["api.h", "native.h", "index.h"]
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 # cffi's own code is generated: what it leaves unused is not ours to mend.
 STRICT = [

@@ -8,7 +8,7 @@
  */
 
 enum {
-    P2PKV_ABI = 2,       /* raised with every change of this file or of the pieces' layout */
+    P2PKV_ABI = 3,       /* raised with every change of this file or of the pieces' layout */
     P2PKV_CLOSED = 4096, /* the peer closed its side in good order before the end */
     P2PKV_PREFIX = 12    /* bytes before a head: u32 head length, u64 payload length */
 };
@@ -62,5 +62,25 @@ int64_t p2pkv_recv_some(int fd, uintptr_t pieces, uint64_t start);
 int p2pkv_call(int fd, uintptr_t request, uintptr_t head, p2pkv_exchange *state,
                int64_t deadline_ns, int64_t spin_ns);
 
-/* Addresses of the functions of python_pieces.c: they want the GIL, which cffi gives away. */
+/* -- the published index (index.h); `memory` is its address */
+
+/* Bytes that an index of so many slots takes. */
+uint64_t p2pkv_index_bytes(uint64_t slots, uint32_t buckets);
+
+/* Makes an index in memory that is all zero; what `close` wants, or 0 with errno. The memory must
+ * stay mapped until it is closed. */
+uintptr_t p2pkv_index_create(uintptr_t memory, uint64_t bytes, uint32_t buckets);
+void p2pkv_index_close(uintptr_t keeper);
+
+/* Whether an index of this layout is there. */
+int p2pkv_index_check(uintptr_t memory, uint64_t bytes);
+
+/* Whether the node that made it lives and has not closed it. */
+int p2pkv_index_alive(uintptr_t memory);
+
+/* Until when each bucket from `first` on is served by nobody else; `untils` are uint64_t. */
+void p2pkv_index_open_gates(uintptr_t memory, uintptr_t untils, uint32_t first, uint32_t count);
+void p2pkv_index_close_gate(uintptr_t memory, uint32_t bucket);
+
+/* Addresses of the functions of python_pieces.c and python_index.c: they want the GIL, which cffi gives away. */
 uintptr_t p2pkv_python_function(int which);

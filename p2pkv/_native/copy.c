@@ -102,18 +102,25 @@ static int divide(struct share *shares, const struct share *whole, int threads) 
     return n;
 }
 
+/* A thread that takes no signals: those are for the interpreter's own threads. */
+int p2pkv_thread(pthread_t *made, const pthread_attr_t *attributes, void *(*run)(void *),
+                 void *argument) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(made, attributes, run, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
 /* A share whose thread cannot be made is copied here: slower, but done. */
 static void copy_by_threads(const struct share *whole, int threads) {
     struct share shares[MAX_THREADS];
     pthread_t made[MAX_THREADS];
     int is_made[MAX_THREADS] = {0};
-    sigset_t all, before;
     int n = divide(shares, whole, threads);
-    sigfillset(&all); /* signals are for the interpreter's own threads */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; i < n; i++)
-        is_made[i] = pthread_create(&made[i], NULL, copy_thread, &shares[i]) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+        is_made[i] = p2pkv_thread(&made[i], NULL, copy_thread, &shares[i]) == 0;
     copy_share(&shares[0]);
     for (int i = 1; i < n; i++) {
         if (is_made[i])

@@ -1,6 +1,7 @@
 #ifndef P2PKV_NATIVE_H
 #define P2PKV_NATIVE_H
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/uio.h>
@@ -40,5 +41,11 @@ static inline void p2pkv_advance(const struct p2pkv_pieces *pieces, struct p2pkv
 int p2pkv_has_null(const struct p2pkv_pieces *pieces);
 void p2pkv_copy_run(char *target, const char *source, size_t n, int streaming);
 void p2pkv_copy_fence(void);
+
+int p2pkv_thread(pthread_t *made, const pthread_attr_t *attributes, void *(*run)(void *),
+                 void *argument);
+
+/* The functions of python_index.c. */
+uintptr_t p2pkv_index_function(int which);
 
 #endif

@@ -161,6 +161,6 @@ uintptr_t p2pkv_python_function(int which) {
     case 3:
         return (uintptr_t)free_pieces;
     default:
-        return 0;
+        return p2pkv_index_function(which - 4);
     }
 }

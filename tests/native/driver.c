@@ -2,11 +2,13 @@
  * The C sources without Python, for the sanitizers and their leak detection. Every check that fails
  * names its line; the exit status tells.
  */
+#include "index.h"
 #include "native.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -244,8 +246,88 @@ static void checksums(void) {
     }
 }
 
+/* One writer, which moves an object between two places and clears the one it leaves unless it is
+ * held; readers look, hold, and compare. */
+enum { INDEX_BYTES = 1 << 18, PLACES = 64, ROUNDS = 200000 };
+
+struct scene {
+    struct p2pkv_index *index;
+    struct p2pkv_key key;
+    _Atomic uint64_t value[PLACES]; /* at offset 64 * (1 + place): the version there, 0 while free */
+    _Atomic int ends;
+    _Atomic uint64_t reads;
+};
+
+static void *look(void *argument) {
+    struct scene *scene = argument;
+    while (!atomic_load(&scene->ends)) {
+        struct p2pkv_entry entry;
+        if (p2pkv_index_find(scene->index, &scene->key, &entry) <= 0)
+            continue;
+        CHECK(p2pkv_entry_fresh(&entry, p2pkv_index_now(scene->index)));
+        CHECK(entry.size == 7 * entry.version);
+        if (!p2pkv_index_hold(scene->index, &entry))
+            continue;
+        uint64_t place = entry.offset / 64 - 1;
+        CHECK(atomic_load_explicit(&scene->value[place], memory_order_relaxed) == entry.version);
+        p2pkv_index_use(scene->index, &entry);
+        p2pkv_index_let_go(scene->index, entry.offset);
+        atomic_fetch_add(&scene->reads, 1);
+    }
+    return NULL;
+}
+
+static void move_about(struct scene *scene) {
+    uint64_t place = 0, version = 0;
+    int64_t slot = -1;
+    for (int round = 0; round < ROUNDS; round++) {
+        uint64_t next = (place + 1) % PLACES;
+        while (atomic_load(&scene->value[next])) { /* left earlier, and held then */
+            if (!p2pkv_index_held(scene->index, 64 * (1 + next)))
+                atomic_store(&scene->value[next], 0);
+        }
+        struct p2pkv_entry entry = {.offset = 64 * (1 + next), .version = ++version};
+        entry.size = 7 * version;
+        atomic_store(&scene->value[next], version);
+        if (round % 16 == 15)
+            CHECK(p2pkv_index_withdraw(scene->index, (uint64_t)slot, version - 1));
+        slot = p2pkv_index_publish(scene->index, &scene->key, &entry);
+        CHECK(slot >= 0);
+        if (version > 1 && !p2pkv_index_held(scene->index, 64 * (1 + place)))
+            atomic_store(&scene->value[place], 0);
+        place = next;
+    }
+}
+
+static void index_under_way(void) {
+    struct scene scene = {0};
+    void *memory = aligned_alloc(64, INDEX_BYTES);
+    memset(memory, 0, INDEX_BYTES);
+    uintptr_t keeper = p2pkv_index_create((uintptr_t)memory, INDEX_BYTES, 1);
+    CHECK(keeper != 0);
+    CHECK(p2pkv_index_check((uintptr_t)memory, INDEX_BYTES));
+    scene.index = memory;
+    CHECK(p2pkv_key_set(&scene.key, "a key", 5));
+    uint64_t until = UINT64_MAX;
+    p2pkv_index_open_gates((uintptr_t)memory, (uintptr_t)&until, 0, 1);
+    pthread_t readers[2];
+    for (int i = 0; i < 2; i++)
+        pthread_create(&readers[i], NULL, look, &scene);
+    move_about(&scene);
+    while (atomic_load(&scene.reads) < 100) /* what is there at the end stays */
+        sched_yield();
+    atomic_store(&scene.ends, 1);
+    for (int i = 0; i < 2; i++)
+        pthread_join(readers[i], NULL);
+    p2pkv_index_close(keeper);
+    CHECK(!p2pkv_index_alive((uintptr_t)memory));
+    CHECK(p2pkv_index_now(scene.index) == 0);
+    free(memory);
+}
+
 int main(void) {
     srand(1);
+    index_under_way();
     copies();
     refused_copies();
     checksums();

@@ -1,0 +1,191 @@
+"""The published index of a node (see index.h): the node's side, and that of readers.
+
+The memory must be zero at first, aligned to 64 bytes, and shared with the readers. All calls of a
+``Writer`` come from one thread at a time; ``Reader`` is for any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from p2pkv import _native
+from p2pkv._native import _python_function
+from p2pkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+KEY_BYTES_MAX: Final = 128
+"""Longer keys are not published: their owner is asked."""
+
+STREAMING_MIN: Final = 1 << 20
+"""From here on copies go around the caches, where what is read seldom is, nor is needed soon."""
+
+NOWHERE: Final = -2
+"""``slot`` of an object that is not published."""
+REFUSED: Final = -1
+"""``slot`` of one that was to be, but has a long key or found no room."""
+
+_ffi, _lib = _native.core
+_MAP = Struct("@NNQ")
+_size, _object, _address = ctypes.c_size_t, ctypes.py_object, ctypes.c_size_t
+_publish = _python_function(4, _address, _object)
+_withdraw = _python_function(5, _address, _object)
+_held = _python_function(6, _address, _object)
+_take_use = _python_function(7, _address, ctypes.c_longlong)
+_figures = _python_function(8, _address)
+_exists = _python_function(9, _object, _object)
+_get_into = _python_function(
+    10, _object, _object, _object, ctypes.c_ulonglong, ctypes.c_int, ctypes.c_ulonglong
+)
+_get = _python_function(11, _object, _object, ctypes.c_ulonglong, ctypes.c_int, ctypes.c_ulonglong)
+
+
+def bytes_for(slots: int, buckets: int) -> int:
+    """Bytes of memory for an index of so many slots (rounded up to groups of eight)."""
+    return int(_lib.p2pkv_index_bytes(slots, buckets))
+
+
+class Figures(NamedTuple):
+    """An index at one moment; ``hits`` and ``torn`` are sums over all readers."""
+
+    slots: int
+    published: int
+    refused: int
+    """Objects that are not published, for want of room or because of their key's length."""
+    hits: int
+    torn: int
+
+
+class Writer:
+    """The node's side. ``close`` before the memory is unmapped."""
+
+    __slots__ = ("_close", "_hold", "_keeper", "address", "buckets")
+
+    def __init__(self, memory: Buffer, buckets: int) -> None:
+        """Makes an index that fills the memory. Raises ConfigError if it has no room for one."""
+        _native.require()
+        self._hold = _ffi.from_buffer(memory, require_writable=True)
+        self.address = int(_ffi.cast("uintptr_t", self._hold))
+        self.buckets = buckets
+        self._close = _lib.p2pkv_index_close
+        self._keeper = _lib.p2pkv_index_create(self.address, len(self._hold), buckets)
+        if not self._keeper:
+            raise ConfigError(f"index of {len(self._hold)} bytes: {os.strerror(_ffi.errno)}")
+
+    def publish(self, objects: Iterable[Any]) -> None:
+        """Objects of the store, just committed or changed; sets their ``slot``."""
+        _publish(self.address, objects)
+
+    def withdraw(self, objects: Iterable[Any]) -> None:
+        """Before their memory is given back, and before anybody is told that they left."""
+        _withdraw(self.address, objects)
+
+    def held(self, objects: Iterable[Any]) -> list[Any]:
+        """Those, of objects that were withdrawn, whose values threads of this process use."""
+        result: list[Any] = _held(self.address, objects)
+        return result
+
+    def take_use(self, slot: int) -> bool:
+        """Whether what is there was read since this was asked last."""
+        return bool(_take_use(self.address, slot))
+
+    def open_gates(self, untils: array[int], first: int = 0) -> None:
+        """For each bucket from ``first`` on: nobody else serves it before, by the monotonic clock.
+
+        ``untils`` are unsigned 64-bit nanoseconds (``array('Q')``); 0: closed.
+        """
+        address, count = untils.buffer_info()
+        _lib.p2pkv_index_open_gates(self.address, address, first, count)
+
+    def close_gate(self, bucket: int) -> None:
+        """Before anybody else may serve the bucket."""
+        _lib.p2pkv_index_close_gate(self.address, bucket)
+
+    def figures(self) -> Figures:
+        return Figures(*_figures(self.address))
+
+    def close(self) -> None:
+        """Readers ask the node from here on. May be called again."""
+        if self._keeper:
+            keeper, self._keeper = self._keeper, 0
+            self._close(keeper)
+
+    def __del__(self) -> None:
+        if getattr(self, "_keeper", 0):
+            self.close()
+
+
+class Map:
+    """An index and its arena, mapped by a reader."""
+
+    __slots__ = ("_arena", "_index", "arena_bytes", "packed")
+
+    def __init__(self, index: Buffer, arena: Buffer) -> None:
+        """Raises ValueError if no index of our layout is there."""
+        _native.require()
+        self._index, self._arena = _ffi.from_buffer(index), _ffi.from_buffer(arena)
+        at = int(_ffi.cast("uintptr_t", self._index))
+        if not _lib.p2pkv_index_check(at, len(self._index)):
+            raise ValueError("not an index, or one of another layout")
+        base = int(_ffi.cast("uintptr_t", self._arena))
+        self.arena_bytes = len(self._arena)
+        self.packed = _MAP.pack(at, base, self.arena_bytes)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its node lives and serves by it."""
+        return bool(_lib.p2pkv_index_alive(int(_ffi.cast("uintptr_t", self._index))))
+
+
+class Reader:
+    """Reads by the indexes of several nodes, without asking them. Immutable; for any thread.
+
+    Keys may be str (UTF-8) or bytes. What is not in an index, or must not be taken from there at
+    the moment, is left to the owner; so is everything that is wrong with a key or a target.
+    """
+
+    __slots__ = ("_packed", "maps")
+
+    def __init__(self, maps: Sequence[Map]) -> None:
+        self.maps = tuple(maps)
+        self._packed = b"".join(m.packed for m in self.maps)
+
+    def exists(self, keys: list[Any]) -> bytes:
+        """For each key 1: it is there; 0: ask its owner."""
+        result: bytes = _exists(self._packed, keys)
+        return result
+
+    def get_into(
+        self,
+        keys: list[Any],
+        targets: list[Any],
+        bytes_max: int = 1 << 62,
+        threads: int = 1,
+        streaming_min: int = STREAMING_MIN,
+    ) -> list[int | None]:
+        """Copies values into writable buffers: the size of each, or None: ask its owner.
+
+        Copies up to ``bytes_max`` bytes together.
+        A target of which None is told may have been written to.
+        """
+        result: list[int | None] = _get_into(
+            self._packed, keys, targets, bytes_max, threads, streaming_min
+        )
+        return result
+
+    def get(
+        self,
+        keys: list[Any],
+        bytes_max: int,
+        threads: int = 1,
+        streaming_min: int = STREAMING_MIN,
+    ) -> list[bytes | None]:
+        """Values of up to ``bytes_max`` bytes together; None: ask the owner."""
+        result: list[bytes | None] = _get(self._packed, keys, bytes_max, threads, streaming_min)
+        return result

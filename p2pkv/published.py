@@ -1,0 +1,84 @@
+"""Reading what nodes on this host publish, without asking them.
+
+A node tells a client, with its memory, where its index lies (see ``_native/index.h``). What is not
+there, or must not be taken from there at the moment, is left to its owner.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from p2pkv._native.index import Map, Reader
+
+ANY_BYTES: Final = 1 << 62
+
+
+class Published:
+    """The indexes that a client has mapped. For any thread."""
+
+    __slots__ = ("_bytes_max", "_lock", "_maps", "_reader", "asks", "hits")
+
+    def __init__(self, bytes_max: int = ANY_BYTES) -> None:
+        """``bytes_max``: values of more bytes together are left to their owners."""
+        self._bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._maps: dict[str, Map] = {}
+        self._reader: Reader | None = None
+        self.hits = 0
+        """Keys that were answered here. Approximate where threads count at once."""
+        self.asks = 0
+        """Keys that were left to their owners."""
+
+    def add(self, name: str, found: Map | None) -> None:
+        """From here on the index is looked at; those of nodes that have ended no more."""
+        with self._lock:
+            maps = {n: m for n, m in self._maps.items() if m.alive}
+            if found is not None and found.alive:
+                maps.setdefault(name, found)
+            self._maps = maps
+            self._reader = Reader(list(maps.values())) if maps else None
+
+    def prune(self) -> None:
+        """Those of nodes that have ended are looked at no more."""
+        self.add("", None)
+
+    def clear(self) -> None:
+        """Everything is left to its owner."""
+        with self._lock:
+            self._maps = {}
+            self._reader = None
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def exists(self, keys: list[Any]) -> bytes:
+        """For each key, str or bytes, 1: it is there; 0: ask. Empty: there is no index."""
+        reader = self._reader
+        if reader is None:
+            return b""
+        flags = reader.exists(keys)
+        self._count(len(keys), flags.count(0))
+        return flags
+
+    def get(self, keys: list[bytes]) -> list[bytes | None]:
+        """The values; None: ask."""
+        reader = self._reader
+        if reader is None:
+            return [None] * len(keys)
+        values = reader.get(keys, self._bytes_max)
+        self._count(len(keys), values.count(None))
+        return values
+
+    def get_into(self, keys: list[Any], targets: list[Any]) -> list[int | None]:
+        """The size of each value that is now in its target, one buffer for each; None: ask."""
+        reader = self._reader
+        if reader is None:
+            return [None] * len(keys)
+        sizes = reader.get_into(keys, targets, self._bytes_max)
+        self._count(len(keys), sizes.count(None))
+        return sizes
+
+    def _count(self, keys: int, asked: int) -> None:
+        self.asks += asked
+        self.hits += keys - asked
