@@ -47,7 +47,7 @@ from p2pkv.records import BucketChange, Meta, NodeRecord
 from p2pkv.replicas import Pace, Replicas
 from p2pkv.replication import Settings, Timing
 from p2pkv.replicator import Replicator
-from p2pkv.roster import Dead, Event, Left
+from p2pkv.roster import Event, Left
 from p2pkv.routing import Reply, Request, Router
 from p2pkv.scrub import Scrub
 from p2pkv.sessions import Deferred, Response, Session, Sessions
@@ -503,7 +503,7 @@ class Node:
     def _on_member(self, event: Event) -> None:
         """Somebody is suspected, dead, gone or back: a reason to look, and no more than that."""
         self._plan_wanted.set()
-        if isinstance(event, (Dead, Left)):
+        if isinstance(event, Left):
             self._replicas.suspect(event.member)
 
     def _digest(self) -> Digest:
