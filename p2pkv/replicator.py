@@ -134,13 +134,15 @@ class Replicator:
         busy |= {m for m, until in self._not_before.items() if until > now}
         for batch in self._replicas.batches(now, busy):
             self._under_way[batch.to] = self._under_way.get(batch.to, 0) + 1
-            group.create_task(self._send(batch))
+            # Held from now on: before the task runs, what is committed may be overwritten and gone.
+            puts = (e.staged for e in batch.entries if e.op.kind == OpKind.PUT)
+            held = [item for item in puts if isinstance(item, Object)]
+            self._store.acquire_batch(held)
+            group.create_task(self._send(batch, held))
 
-    async def _send(self, batch: Batch) -> None:
-        items = [e.staged for e in batch.entries if e.op.kind == OpKind.PUT]
+    async def _send(self, batch: Batch, held: list[Object]) -> None:
+        """``held``: the values that go along, of which we have a token each."""
         store = self._store
-        held = [item for item in items if isinstance(item, Object)]
-        store.acquire_batch(held)
         body = wire.Replicate(batch.prepares)
         payload = [store.value(item) for item in held if item.size]
         request = Request(batch.to, Kind.REPLICATE, body, payload)

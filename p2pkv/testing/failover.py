@@ -235,6 +235,7 @@ class Session:
                 self._stopped.set()
                 self._ended_ns = clock.monotonic()
                 faults.join(self._plan.repair_timeout_s * 2)
+            failures += [f"{n} ended by itself:\n{log}" for n, log in self._target.ended().items()]
             return failures + workers.finish()
 
     def _elapsed_s(self) -> float:

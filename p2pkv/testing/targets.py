@@ -67,8 +67,8 @@ class Target(Protocol):
     def heal(self) -> None:
         """End all partitions."""
 
-    def logs(self) -> str:
-        """The end of what its nodes printed, where that can be had."""
+    def ended(self) -> dict[str, str]:
+        """The nodes that do not run although they should, and the end of what each printed."""
         ...
 
 
@@ -183,8 +183,8 @@ class OwnCluster:
         if self._network:
             self._network.heal()
 
-    def logs(self) -> str:
-        return self._cluster.logs()
+    def ended(self) -> dict[str, str]:
+        return {node.name: node.log() for node in self._cluster if not node.running}
 
     def _address(self, name: str) -> str:
         assert self._network is not None
@@ -301,8 +301,9 @@ class OperatedCluster:
     def heal(self) -> None:
         """Nothing was cut."""
 
-    def logs(self) -> str:
-        return ""
+    def ended(self) -> dict[str, str]:
+        """Nothing is known of processes on other hosts; the probes show who does not answer."""
+        return {}
 
     def _run(self, name: str, node: str = "") -> None:
         text = getattr(self._commands, name)

@@ -102,6 +102,14 @@ def test_a_run_with_too_little_load_has_failed() -> None:
     assert "operations a second prove nothing" in report.reasons[0]
 
 
+def test_a_node_that_ends_by_itself_is_reported() -> None:
+    with OwnCluster(3, fast=True) as target:
+        assert target.ended() == {}
+        target.kill("n1")
+        assert list(target.ended()) == ["n1"]
+        assert "n1@1 serves" in target.ended()["n1"]
+
+
 # -- a cluster that somebody else runs
 
 
