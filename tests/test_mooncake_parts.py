@@ -14,6 +14,8 @@ from p2pkv.adapters.mooncake.codes import ErrorCode, InvalidKey, NotSetUp, code_
 from p2pkv.adapters.mooncake.memory import BufferHandle, check_mapped
 from p2pkv.adapters.mooncake.notices import Notices
 from p2pkv.buffers import address_of
+from p2pkv.commands.mooncake import environment
+from p2pkv.config import ClientConfig, build, load
 from p2pkv.errors import ConfigError, InvalidArgument
 
 LEAVES = [
@@ -123,6 +125,19 @@ def test_the_environment_is_stronger_than_an_address(monkeypatch: pytest.MonkeyP
     config = options.find(options.read({**GOOD, "metadata_server": "etcd://other:2"}))
     assert config.etcd is not None
     assert (config.etcd.endpoints, config.cluster) == (("http://e:1",), "c")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"etcd": {"endpoints": ["http://a:1", "http://b:2"], "user": "u", "password": "p"},
+         "cluster": "c", "path": "tcp", "timeout_s": 2.5, "limits": {"inflight_max": 7}},
+        {"seeds": ["tcp://a:1", "tcp://b:2"]},
+    ],
+)  # fmt: skip
+def test_a_program_behind_the_shim_has_the_whole_configuration(given: dict[str, Any]) -> None:
+    config = build(ClientConfig, given)
+    assert load(ClientConfig, {}, environ=environment(config)) == config
 
 
 # -- telling causes

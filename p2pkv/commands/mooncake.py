@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 import typer
 
 from p2pkv.commands.output import USAGE, Failure
-from p2pkv.commands.parameters import with_connection
+from p2pkv.commands.parameters import variable, with_connection
 from p2pkv.config import ClientConfig
 
 SHIM = Path(__file__).parent.parent / "adapters" / "shim"
@@ -41,18 +42,14 @@ def mooncake_shim(
         raise Failure(f"{program[0]}: {e.strerror}", USAGE) from None
 
 
-def environment(config: ClientConfig) -> dict[str, str]:
-    """The variables by which a process of p2pkv finds the same cluster."""
-    values: dict[str, Any] = {
-        "P2PKV_CLUSTER": config.cluster,
-        "P2PKV_TIMEOUT_S": config.timeout_s,
-        "P2PKV_PATH": config.path,
-        "P2PKV_SEEDS": ",".join(config.seeds),
-    }
-    if config.etcd is not None:
-        for name in config.etcd.__struct_fields__:
-            value = getattr(config.etcd, name)
-            values[f"P2PKV_ETCD__{name.upper()}"] = (
-                ",".join(value) if isinstance(value, tuple) else value
-            )
-    return {name: str(value) for name, value in values.items()}
+def environment(config: msgspec.Struct, path: tuple[str, ...] = ()) -> dict[str, str]:
+    """The variables by which a process of p2pkv has the same configuration."""
+    values: dict[str, str] = {}
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, msgspec.Struct):
+            values |= environment(value, (*path, name))
+        elif value is not None:
+            shown = ",".join(value) if isinstance(value, tuple) else str(value)
+            values[variable(".".join((*path, name)))] = shown
+    return values
