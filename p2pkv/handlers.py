@@ -391,7 +391,7 @@ class Handlers:
             return statuses
 
         _, answer, _ = self._each(body.keys, now, run)
-        return Kind.OPENED, wire.Opened(answer.statuses, tokens, sizes, offsets), ()
+        return Kind.OPENED, wire.Opened(answer.statuses, tokens, sizes, offsets=offsets), ()
 
     def _open(self, session: Session, body: wire.Open, frames: Frames, now: int) -> Response:
         if body.view:
