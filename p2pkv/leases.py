@@ -72,6 +72,8 @@ class Leases:
     def beacon(self, to: Member, claims: Mapping[int, int], now: int) -> Beacon:
         """A beacon that claims these buckets; ``claims`` must not change afterwards."""
         held = self._held.setdefault(to, Held())
+        while now in held.sent:
+            now -= 1  # on a coarse clock; to count from a little earlier is safe
         held.sent[now] = claims
         while len(held.sent) > BEACONS_MAX:
             del held.sent[next(iter(held.sent))]
@@ -96,6 +98,11 @@ class Leases:
         if held is None or held.claims.get(bucket) != epoch or bucket in held.refused:
             return _NEVER
         return held.until_ns
+
+    def heard_ns(self, member: Member) -> int:
+        """When the last beacon was sent that ``member`` answered."""
+        held = self._held.get(member)
+        return _NEVER if held is None else held.until_ns - self.lease_ns
 
     def forget(self, member: Member) -> None:
         """It is no member any more. What it was granted is remembered."""

@@ -128,7 +128,8 @@ class Replicas:
         self.copies: list[Copy] = []
         self.talks: dict[Member, list[Any]] = {}
         self.dead: set[Member] = set()
-        """Those that are thought to be gone: a hint."""
+        """Those that are thought to be gone: a hint, which lapses after ``slow_ns``."""
+        self._suspected: dict[Member, int] = {}
         self.by_bucket: dict[int, Replica] = {}
         self.reads_until = 0
         """Until then all served buckets may be read; after that, ask ``serve_until`` for each."""
@@ -144,13 +145,19 @@ class Replicas:
         self._unsent: set[int] = set()
         self._uncommitted: dict[Member, dict[int, int]] = {}
         """By member and bucket what it was told last to be committed."""
+        self._doubtful: dict[Member, dict[int, int]] = {}
+        """By member and bucket since when it is being told so; until it answers a beacon."""
         self._heard: dict[Member, int] = {}
         self._claims: dict[Member, dict[int, int]] | None = None
         self._peers: set[Member] | None = None
         self._beacon_ns = 0
+        self._fenced_ns = -(1 << 62)
+        """When this node was last seen to be fenced."""
         self._restless: set[int] = set()
         self._copying: set[int] = set()
         """Buckets that are being copied from here."""
+        self._unheard: set[int] = set()
+        """Buckets with a follower that grants nothing: they may have to do without it."""
 
     # -- asking
 
@@ -271,7 +278,8 @@ class Replicas:
         prepares, entries, size = full.get(member, ([], [], 0))
         if size >= self._pace.batch_bytes:
             return True
-        new = replica.unsent(member, now, self._pace.entries_max)
+        pace = self._pace
+        new = replica.unsent(member, now, pace.entries_max, pace.batch_bytes - size)
         if not new:
             return False
         epoch = replica.tenure
@@ -297,7 +305,7 @@ class Replicas:
             self._unsent.add(bucket)
 
     def take_prepare_acks(self, sender: Member, acks: Sequence[PrepareAck], now: int) -> None:
-        self._heard[sender] = now
+        self._hear(sender, now)
         for ack in acks:
             replica = self.by_bucket.get(ack.bucket)
             if replica is not None:
@@ -309,7 +317,7 @@ class Replicas:
         self, sender: Member, prepares: Sequence[Prepare], staged: Sequence[Sequence[Any]], now: int
     ) -> list[PrepareAck]:
         """Operations from a primary, with what is staged for each."""
-        self._heard[sender] = now
+        self._hear(sender, now)
         acks: list[PrepareAck] = []
         for prepare, values in zip(prepares, staged, strict=True):
             replica = self._replica(BucketId(prepare.bucket))
@@ -326,8 +334,7 @@ class Replicas:
         sender = talk.sender
         if talk.to != self.me:
             return
-        self._heard[sender] = now
-        self.dead.discard(sender)
+        self._hear(sender, now)
         for commit in talk.commits:
             self._replica(BucketId(commit.bucket)).take_commit(commit.epoch, commit.commit)
         for offer in talk.new_epochs:
@@ -338,15 +345,25 @@ class Replicas:
             self._replica(BucketId(word.bucket)).take_stepped_down(sender, word, now)
         if talk.beacon is not None:
             self._take_beacon(sender, talk.beacon, now)
-        if talk.grant is not None and self.leases.take_grant(sender, talk.grant):
-            self.reads_until = 0
+        if talk.grant is not None:
+            self._take_grant(sender, talk.grant)
         self._settle(now)
 
     def _confirmed(self, sender: Member, ack: NewEpochAck, now: int) -> None:
         replica = self._replica(BucketId(ack.bucket))
         replica.take_new_epoch_ack(sender, ack, now)
+        self._uncommitted.get(sender, {}).pop(ack.bucket, None)
         self._unsent.add(replica.bucket)
         self._follow_up(replica)
+
+    def _take_grant(self, sender: Member, grant: Grant) -> None:
+        if not self.leases.take_grant(sender, grant):
+            return
+        self.reads_until = 0
+        doubtful = self._doubtful.get(sender)
+        if doubtful:
+            for bucket in [b for b, since in doubtful.items() if since <= grant.sent_ns]:
+                del doubtful[bucket]
 
     def _take_beacon(self, sender: Member, beacon: Beacon, now: int) -> None:
         if not self._may_grant(now):
@@ -371,10 +388,12 @@ class Replicas:
 
     def tick(self, now: int, etcd_answers: bool = True) -> None:
         """To be called often: a few times in a beacon interval."""
-        self._wake(now)
-        for bucket in list(self._restless):
+        if self.dead:
+            self._forget_hints(now)
+        self._note_unheard(now)
+        for bucket in self._restless | self._unheard:
             replica = self.by_bucket[bucket]
-            replica.tick(now, self._heard_of, self.dead, etcd_answers)
+            replica.tick(now, self.dead, etcd_answers)
             if replica.log:
                 self._unsent.add(bucket)
             self._follow_up(replica)
@@ -385,24 +404,35 @@ class Replicas:
             self._start_copies(now)
         self._settle(now)
 
-    def _wake(self, now: int) -> None:
+    def _note_unheard(self, now: int) -> None:
         """A bucket without writes has to get rid of a follower that is gone, too: without its
         grants nothing can be read, and no write would begin that finds it silent."""
         slow_ns = self._settings.timing.slow_ns
+        self._unheard.clear()
         for member, claims in self._all_claims().items():
-            if member in self.dead or now - self._heard_of(member) > slow_ns:
-                self._restless.update(claims)
+            if member in self.dead or now - self.leases.heard_ns(member) > slow_ns:
+                self._unheard.update(claims)
 
-    def _heard_of(self, member: Member) -> int:
-        return self._heard.get(member, 0)
+    def _hear(self, member: Member, now: int) -> None:
+        self._heard[member] = now
+        if member in self.dead:
+            self.dead.discard(member)
+            self._suspected.pop(member, None)
+
+    def _forget_hints(self, now: int) -> None:
+        """A hint that nothing came of was wrong, maybe: we may never talk to who it is about."""
+        for member in list(self.dead):
+            since = self._suspected.setdefault(member, now)
+            if now - since > self._settings.timing.slow_ns:
+                self.dead.discard(member)
+                del self._suspected[member]
 
     def _send_beacons(self, now: int) -> None:
         for member, claims in self._all_claims().items():
             if claims:
                 beacon = self.leases.beacon(member, claims, now)
                 self.talks.setdefault(member, []).append(beacon)
-            self._tell_commits(member, claims)
-
+            self._tell_commits(member, claims, now)
     def _all_claims(self) -> dict[Member, dict[int, int]]:
         """For each member the buckets, with epochs, that need its grant."""
         if self._claims is None:
@@ -414,12 +444,15 @@ class Replicas:
                         self._claims.setdefault(member, {})[bucket] = replica.tenure
         return self._claims
 
-    def _tell_commits(self, member: Member, claims: Mapping[int, int]) -> None:
-        """What has been committed since ``member`` was last told."""
+    def _tell_commits(self, member: Member, claims: Mapping[int, int], now: int) -> None:
+        """What has been committed since ``member`` was last told, and may not have heard."""
         told = self._uncommitted.setdefault(member, {})
+        doubtful = self._doubtful.setdefault(member, {})
         for bucket, epoch in claims.items():
             applied = self.by_bucket[bucket].applied
             if told.get(bucket) != applied:
+                doubtful[bucket] = now
+            if bucket in doubtful:
                 told[bucket] = applied
                 self.talks.setdefault(member, []).append(Commit(bucket, epoch, applied))
 
@@ -427,6 +460,10 @@ class Replicas:
         self._uncommitted.setdefault(member, {})[replica.bucket] = replica.applied
 
     def _promote(self, now: int) -> None:
+        if not self._may_grant(now):
+            self._fenced_ns = now
+        if now - self._fenced_ns <= self._settings.timing.slow_ns:
+            return  # while it granted nothing itself, it could not tell who was silent
         for replica in self.by_bucket.values():
             if replica.synced and not replica.tenure and replica.may_promote(now, self.dead):
                 assert replica.record is not None
@@ -449,7 +486,10 @@ class Replicas:
         return base
 
     def copy_done(self, bucket: int, session: Session, now: int) -> None:
-        self.by_bucket[bucket].copy_done(session, now)
+        replica = self.by_bucket[bucket]
+        if replica.copying is not None:
+            self._uncommitted.get(replica.copying.member, {}).pop(bucket, None)
+        replica.copy_done(session, now)
         self._unsent.add(bucket)
         self._copying.discard(bucket)
         self._start_copies(now)
@@ -472,8 +512,8 @@ class Replicas:
         self._settle(now)
         return learned
 
-    def stop_learning(self, bucket: int, now: int) -> None:
-        self.by_bucket[bucket].stop_learning()
+    def stop_learning(self, bucket: int, session: Session, now: int) -> None:
+        self.by_bucket[bucket].stop_learning(session)
         self._settle(now)
 
     # -- members
@@ -505,7 +545,9 @@ class Replicas:
         for member in members:
             self._heard.pop(member, None)
             self._uncommitted.pop(member, None)
+            self._doubtful.pop(member, None)
             self.dead.discard(member)
+            self._suspected.pop(member, None)
             self.leases.forget(member)
 
     # -- carrying out
@@ -541,6 +583,7 @@ class Replicas:
             self._objects.discard(instruction.bucket, instruction.entry)
         elif isinstance(instruction, Abandon):
             self._objects.abandon(instruction.bucket, instruction.entry)
+            instruction.entry.ticket = None
         elif isinstance(instruction, Open):
             self._objects.open(instruction.bucket)
         elif isinstance(instruction, Drop):

@@ -55,11 +55,21 @@ WRITE_ONCE, SOFT_PIN, HARD_PIN = 1, 2, 4
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One time of being brought into step: by a new epoch (nonce 0), or by a copy (invariant I11).
 
-    Later ones are greater.
+    Later ones are greater. The nonce of a copy is made of the revision of the bucket's record that
+    the primary went by, and a number of its own.
     """
 
     epoch: _Count
     nonce: _Count = 0
+
+    @property
+    def revision(self) -> int:
+        """What the primary knew of etcd when the copy began."""
+        return self.nonce >> NONCE_BITS
+
+
+NONCE_BITS = 20
+"""Of a copy's own number; the rest of the nonce is a revision."""
 
 
 class Prepare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

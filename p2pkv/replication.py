@@ -24,7 +24,15 @@ import msgspec
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.leases import Leases
 from p2pkv.records import BucketChange, BucketRecord, Versioned
-from p2pkv.replicated import NewEpoch, NewEpochAck, Prepare, PrepareAck, Session, SteppedDown
+from p2pkv.replicated import (
+    NONCE_BITS,
+    NewEpoch,
+    NewEpochAck,
+    Prepare,
+    PrepareAck,
+    Session,
+    SteppedDown,
+)
 from p2pkv.types import BucketId, Epoch, Member, NodeId, Revision
 
 
@@ -85,7 +93,7 @@ class Discard(msgspec.Struct, frozen=True, gc=False):
 class Abandon(msgspec.Struct, frozen=True, gc=False):
     """We are no longer primary: who waits for this operation is told that its outcome is unknown.
 
-    The operation stays in the log (invariant I13).
+    The operation stays in the log (invariant I13); whoever carries this out takes its ticket.
     """
 
     bucket: BucketId
@@ -326,8 +334,11 @@ class Replica:
         self.applied += count
         self.last += count
 
-    def unsent(self, to: Member, now: int, limit: int) -> list[Entry]:
-        """Entries that ``to`` has not been sent yet, at most ``limit``; they count as sent."""
+    def unsent(self, to: Member, now: int, limit: int, bytes_max: int) -> list[Entry]:
+        """Entries that ``to`` has not been sent yet; they count as sent.
+
+        At most ``limit``, and not many more than ``bytes_max`` of values, but at least one.
+        """
         follower = self.followers.get(to)
         if follower is None or not follower.confirmed:
             return []
@@ -337,8 +348,16 @@ class Replica:
             return []
         if follower.sent <= follower.acked:
             follower.progress_ns = now
-        follower.sent, follower.sent_ns = end, now
-        return [self.log[seq] for seq in range(first, end + 1)]
+        entries: list[Entry] = []
+        size = 0
+        for seq in range(first, end + 1):
+            entry = self.log[seq]
+            entries.append(entry)
+            size += entry.op.size
+            if size >= bytes_max:
+                break
+        follower.sent, follower.sent_ns = entries[-1].seq, now
+        return entries
 
     def not_delivered(self, to: Member) -> None:
         """What ``to`` was sent and has not acknowledged is to be sent again."""
@@ -466,7 +485,9 @@ class Replica:
             return
         left = before is not None and self._named(before)
         over = record.epoch != (self.synced or self._copy_floor.epoch)
-        if left or over or self.me.node not in record.assigned:
+        # A copy that is complete may count already for the primary, whoever else is wanted now.
+        unwanted = not self.synced and self.me.node not in record.assigned
+        if left or over or unwanted:
             self._void(lost=False)
 
     def _named(self, record: BucketRecord) -> bool:
@@ -539,6 +560,8 @@ class Replica:
         follower = self.followers.get(sender)
         if follower is None or ack.epoch != self.tenure or follower.confirmed:
             return
+        if self._copied(sender):
+            return  # of before it had to be copied anew
         follower.confirmed = True
         follower.session = ack.session
         follower.acked = follower.sent = min(ack.last, self.last)
@@ -597,13 +620,18 @@ class Replica:
     # -- learning
 
     def may_learn(self, epoch: int, session: Session, sender: Member) -> bool:
-        """Whether a copy by the primary of ``epoch`` may begin here (invariant I11)."""
+        """Whether a copy by the primary of ``epoch`` may begin here (invariant I11).
+
+        Not before we know the record that the primary goes by: it may be that we are out, which
+        would void the copy when we hear of it.
+        """
         record = self.record
         return (
             record is not None
             and record.epoch == epoch == session.epoch >= self.epoch_seen
             and record.primary == sender
-            and self.me not in record.in_sync
+            and not self._named(record)
+            and self.revision >= session.revision
             and session > self._copy_floor
             and session > self.session
         )
@@ -618,7 +646,12 @@ class Replica:
         self._copy_floor = session
 
     def learned(self, session: Session, base: int) -> bool:
-        """All objects as of ``base`` are here: from now on PREPAREs are taken."""
+        """All objects as of ``base`` are here: from now on PREPAREs are taken.
+
+        Asked again for the same copy, it answers the same and changes nothing.
+        """
+        if self.synced == session.epoch and self.session == session:
+            return True
         record = self.record
         if (
             record is None
@@ -626,6 +659,7 @@ class Replica:
             or record.epoch != session.epoch
             or self.epoch_seen != session.epoch
             or record.generation != self.generation
+            or self.synced
         ):
             return False
         self.session = session
@@ -639,9 +673,9 @@ class Replica:
         """The copy that is on its way here, or has come; None if the data is void."""
         return self._copy_floor if self.generation and not self.tenure else None
 
-    def stop_learning(self) -> None:
+    def stop_learning(self, session: Session) -> None:
         """The copy will not be completed."""
-        if self.generation and not self.synced and not self.tenure:
+        if self.learning == session and not self.synced:
             self._void(lost=False)
 
     # -- as primary: who is in the ack set
@@ -713,8 +747,9 @@ class Replica:
         if member in self.record.eligible:
             self._take_back(member, now)
             return False
-        self._nonce += 1
-        self.copying = Copying(member, Session(self.tenure, self._nonce))
+        self._nonce = (self._nonce + 1) % (1 << NONCE_BITS)
+        nonce = (self.revision << NONCE_BITS) + self._nonce
+        self.copying = Copying(member, Session(self.tenure, nonce))
         self.out.append(Copy(self.bucket, member, self.copying.session))
         return True
 
@@ -738,21 +773,15 @@ class Replica:
         present = {self.me.node, *(m.node for m in self.followers)}
         return present != set(record.assigned) or record.assigned[0] != self.me.node
 
-    def tick(
-        self,
-        now: int,
-        heard: Callable[[Member], int],
-        dead: Collection[Member],
-        etcd_answers: bool = True,
-    ) -> None:
-        """Time has passed. ``heard`` tells when a member was last heard of, ``dead`` are those
-        that are thought to be gone; without etcd nothing is handed over."""
+    def tick(self, now: int, dead: Collection[Member], etcd_answers: bool = True) -> None:
+        """Time has passed. ``dead`` are those that are thought to be gone; without etcd nothing
+        is handed over."""
         if not self.tenure or self.inferior:
             return
         self._resend(now)
         self.advance(now)
         if self.proposing is None:
-            self._reconfigure(now, heard, dead, etcd_answers)
+            self._reconfigure(now, dead, etcd_answers)
 
     def _resend(self, now: int) -> None:
         unconfirmed = any(not f.confirmed for f in self.followers.values())
@@ -763,19 +792,13 @@ class Replica:
             if follower.confirmed and late and follower.acked < follower.sent:
                 follower.sent = follower.acked
 
-    def _reconfigure(
-        self,
-        now: int,
-        heard: Callable[[Member], int],
-        dead: Collection[Member],
-        etcd_answers: bool,
-    ) -> None:
+    def _reconfigure(self, now: int, dead: Collection[Member], etcd_answers: bool) -> None:
         record = self.record
         assert record is not None
         failed = {
             m
             for m, f in self.followers.items()
-            if m in dead or self._silent(f, heard(m), now) or self._stuck(f, now)
+            if m in dead or self._silent(m, f, now) or self._stuck(f, now)
         }
         copying = self.copying
         if copying is not None and (copying.member in failed or copying.member in dead):
@@ -789,8 +812,11 @@ class Replica:
         elif self.active:
             self._improve(record, now, etcd_answers)
 
-    def _silent(self, follower: Follower, heard_ns: int, now: int) -> bool:
-        return now - max(heard_ns, follower.since_ns) > self.timing.slow_ns
+    def _silent(self, member: Member, follower: Follower, now: int) -> bool:
+        """It grants nothing: it is gone, cut off, or may not (it is fenced)."""
+        leases = self.leases
+        granted_ns = leases.held_until(member, self.bucket, self.tenure) - leases.lease_ns
+        return now - max(granted_ns, follower.since_ns) > self.timing.slow_ns
 
     def _stuck(self, follower: Follower, now: int) -> bool:
         behind = not follower.confirmed or follower.acked < self.last
@@ -923,22 +949,25 @@ class Replica:
 
     # -- checking
 
+    @property
+    def _name(self) -> str:
+        return f"bucket {self.bucket} on {self.me}"
+
     def validate(self) -> None:
         """Raises AssertionError, with what is wrong, if the state contradicts itself."""
-        name = f"bucket {self.bucket} on {self.me}"
-        assert self.applied <= self.last, f"{name}: applied {self.applied} of {self.last}"
-        assert set(self.log) == set(range(self.applied + 1, self.last + 1)), f"{name}: log"
-        assert self.synced <= self.epoch_seen, f"{name}: in step with an epoch it has not seen"
+        assert self.applied <= self.last, f"{self._name}: applied {self.applied} of {self.last}"
+        assert set(self.log) == set(range(self.applied + 1, self.last + 1)), f"{self._name}: log"
+        assert self.synced <= self.epoch_seen, f"{self._name}: in step with an unseen epoch"
         if self.tenure:
-            assert self.synced == self.tenure, f"{name}: primary without a log"
-            assert self.me not in self.followers, f"{name}: follows itself"
+            assert self.synced == self.tenure, f"{self._name}: primary without a log"
+            assert self.me not in self.followers, f"{self._name}: follows itself"
             record = self.record
             if record is not None and record.epoch == self.tenure:
                 missing = set(record.in_sync) - set(self.followers) - {self.me}
-                assert not missing, f"{name}: {missing} in sync but not in the ack set (I3)"
+                assert not missing, f"{self._name}: {missing} in sync but not in the ack set (I3)"
         else:
-            assert not self.active, f"{name}: active without being primary"
-            assert not self.followers, f"{name}: followers without being primary"
+            assert not self.active, f"{self._name}: active without being primary"
+            assert not self.followers, f"{self._name}: followers without being primary"
 
 
 _FOR_EVER = 1 << 62
