@@ -246,6 +246,8 @@ class _Peer(Connection):
         if not self.closed:
             try:
                 self._answer(head, response)
+                if self._outgoing and not self._writing:  # no event of ours will do it
+                    self._write()
             except OSError as e:
                 self._broken(e)
 
