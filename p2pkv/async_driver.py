@@ -395,6 +395,12 @@ class AsyncDriver:
             if calls.copies:
                 await calls.settled()
 
+    def shares_memory(self, to: Peer) -> bool:
+        """Whether the peer is known to be on this host, each able to map the other's memory."""
+        peer = self._peers.get(to)
+        path = None if peer is None else peer.path
+        return path is not None and path.ready and path.arena is not None
+
     def _peer(self, to: Peer) -> _Peer | None:
         peer = self._peers.get(to)
         if peer is None:

@@ -15,6 +15,7 @@ from p2pkv.clock import MILLISECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
 from p2pkv.journal import Journal, Outcome
+from p2pkv.neighbours import Neighbours, Place
 from p2pkv.objects import Object, Pin, State
 from p2pkv.parts import Parts
 from p2pkv.payload import Payload
@@ -60,6 +61,7 @@ class Handlers:
         self.limits = limits
         self.bucket_count = bucket_count
         self.may_serve = may_serve
+        self.neighbours = Neighbours(self.store.arena.view)
         self.primary = self.replicas.served
         self.view_quota_bytes = view_quota_bytes or self.store.arena.size // 4
         self.requests: dict[int, int] = {}
@@ -830,7 +832,12 @@ class Handlers:
     ) -> Response:
         arriving = Arriving(self, session, body, now)
         sizes = [len(view) for view in arriving.views]
-        for view, value in zip(arriving.views, wire.gathered(frames, sizes), strict=True):
+        try:
+            values = wire.gathered(frames, sizes)
+        except ProtocolError:
+            arriving.abort()
+            raise
+        for view, value in zip(arriving.views, values, strict=True):
             at = 0
             for part in value if isinstance(value, tuple) else (value,):
                 view[at : at + len(part)] = part
@@ -842,7 +849,10 @@ class Handlers:
     ) -> Arriving | None:
         """Operations whose values have yet to come: where they go in the arena."""
         session.last_seen = now
-        if session.member is None or sum(_put_sizes(body)) != size:
+        try:
+            if session.member is None or sum(_inline_sizes(body)) != size:
+                return None
+        except ProtocolError:
             return None
         self.requests[Kind.REPLICATE] = self.requests.get(Kind.REPLICATE, 0) + 1
         return Arriving(self, session, body, now)
@@ -907,14 +917,14 @@ class Filling:
 class Arriving:
     """Operations from a primary whose values are arriving; as Filling."""
 
-    __slots__ = ("_body", "_handlers", "_items", "_session", "_staged", "views")
+    __slots__ = ("_body", "_elsewhere", "_handlers", "_items", "_session", "_staged", "views")
 
     def __init__(
         self, handlers: Handlers, session: Session, body: wire.Replicate, now: int
     ) -> None:
         if session.member is None:
             raise ProtocolError("only nodes replicate")
-        if sum(_put_sizes(body)) > handlers.limits.message_bytes_max:
+        if sum(_inline_sizes(body)) > handlers.limits.message_bytes_max:
             raise ProtocolError("values over message_bytes_max")
         self._handlers = handlers
         self._session = session
@@ -925,19 +935,33 @@ class Arriving:
         self._items = [item for item in self._staged if item is not None]
         handlers.store.acquire_batch(self._items)
         arena = handlers.store.arena.view
+        puts = [
+            (op, item) for op, item in zip(ops, self._staged, strict=True) if op.kind == OpKind.PUT
+        ]
+        offsets = body.offsets or [0] * len(puts)
         self.views = [
             memoryview(bytearray(op.size))
             if item is None
             else arena[item.offset : item.offset + item.size]
-            for op, item in zip(ops, self._staged, strict=True)
-            if op.kind == OpKind.PUT
+            for (op, item), offset in zip(puts, offsets, strict=True)
+            if not offset
+        ]
+        self._elsewhere = [
+            Place(item, offset, version)
+            for (_, item), offset, version in zip(puts, body.offsets, body.versions, strict=False)
+            if offset and item is not None
         ]
 
     def finish(self, now: int) -> Response:
-        """All bytes are there."""
+        """All bytes are there, or in the memory of the sender."""
         self.views = []
         handlers, member = self._handlers, self._session.member
         assert member is not None
+        if self._elsewhere and not handlers.neighbours.pull(
+            member, self._body.source, self._elsewhere
+        ):
+            self.abort()
+            return handlers.refuse(Fault.NOT_READY, "values in another memory cannot be read")
         staged = iter(self._staged)
         values = [[next(staged) for _ in prepare.ops] for prepare in self._body.prepares]
         corrupt = handlers.corrupt_among(self._staged, Checksums.SENT)
@@ -955,8 +979,14 @@ class Arriving:
         self._handlers.store.release_batch(self._items)
 
 
-def _put_sizes(body: wire.Replicate) -> list[int]:
-    return [op.size for p in body.prepares for op in p.ops if op.kind == OpKind.PUT]
+def _inline_sizes(body: wire.Replicate) -> list[int]:
+    """Sizes of the values in the payload. Raises ProtocolError."""
+    sizes = [op.size for p in body.prepares for op in p.ops if op.kind == OpKind.PUT]
+    if not body.offsets:
+        return sizes
+    if not len(body.offsets) == len(body.versions) == len(sizes) or body.source is None:
+        raise ProtocolError(f"{len(body.offsets)} places for {len(sizes)} values")
+    return [size for size, offset in zip(sizes, body.offsets, strict=True) if not offset]
 
 
 def _sums_of(items: Sequence[Object | None]) -> list[int]:

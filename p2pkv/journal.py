@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 from p2pkv.clock import MILLISECOND_NS
 from p2pkv.objects import Object, Pin, State
-from p2pkv.replicas import Replicas
+from p2pkv.replicas import Committed, Replicas
 from p2pkv.replicated import HARD_PIN, LOG_ENTRIES_MAX, SOFT_PIN, WRITE_ONCE, Op, OpKind, Prepare
 from p2pkv.replication import Entry, Replica
 from p2pkv.sessions import Deferred, Sessions
@@ -311,23 +310,26 @@ class Journal:
 
     # -- Objects: what the replicas want done
 
-    def apply(self, bucket: BucketId, entries: Sequence[Entry], copies: int, now: int) -> None:
-        for kind, group in groupby(entries, key=attrgetter("op.kind")):
-            run = list(group)
-            if kind == _PUT:
-                self._apply_puts(run, now)
-            else:
-                for entry in run:
+    def apply(self, committed: Sequence[Committed], now: int) -> None:
+        puts: list[Object] = []
+        for bucket, entries, _ in committed:
+            for entry in entries:
+                if entry.op.kind == _PUT:
+                    puts.append(entry.staged)
+                else:  # what came before it in its bucket must be there
+                    self._commit(puts, now)
+                    puts = []
                     self._apply_other(bucket, entry, now)
-        for entry in entries:
-            self._unstage(bucket, entry)
-            if entry.ticket:
-                for outcome, at, status in entry.ticket:
+        self._commit(puts, now)
+        for bucket, entries, copies in committed:
+            for entry in entries:
+                self._unstage(bucket, entry)
+                for outcome, at, status in entry.ticket or ():
                     outcome.arrive(at, status, copies)
 
-    def _apply_puts(self, entries: list[Entry], now: int) -> None:
-        items = [e.staged for e in entries]
-        self.store.commit_batch(items, now, [item.checksum for item in items], decided=True)
+    def _commit(self, items: list[Object], now: int) -> None:
+        if items:
+            self.store.commit_batch(items, now, [i.checksum for i in items], decided=True)
 
     def _apply_other(self, bucket: BucketId, entry: Entry, now: int) -> None:
         op, store = entry.op, self.store

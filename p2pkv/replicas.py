@@ -12,7 +12,8 @@ import logging
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -56,14 +57,21 @@ TALK_ITEMS_MAX = 2048
 """Messages about single buckets in one Talk; the rest goes in another."""
 
 
+class Committed(NamedTuple):
+    """Operations of one bucket that are committed."""
+
+    bucket: BucketId
+    entries: list[Entry]
+    copies: int
+    """How many members in sync have them; 0 on a node that is not primary."""
+
+
 class Objects(Protocol):
     """The objects of this node, as replicas change them. ``staged`` values are its own business."""
 
-    def apply(self, bucket: BucketId, entries: Sequence[Entry], copies: int, now: int) -> None:
-        """Carry out committed operations in their order, and answer who waits (``ticket``).
-
-        ``copies``: how many members in sync have them; 0 on a node that is not primary.
-        """
+    def apply(self, committed: Sequence[Committed], now: int) -> None:
+        """Carry out committed operations, each bucket's in their order, and answer who waits
+        (``ticket``)."""
 
     def discard(self, bucket: BucketId, entry: Entry) -> None:
         """Free what is staged; who waits is told, as for ``abandon``."""
@@ -433,6 +441,7 @@ class Replicas:
                 beacon = self.leases.beacon(member, claims, now)
                 self.talks.setdefault(member, []).append(beacon)
             self._tell_commits(member, claims, now)
+
     def _all_claims(self) -> dict[Member, dict[int, int]]:
         """For each member the buckets, with epochs, that need its grant."""
         if self._claims is None:
@@ -564,10 +573,12 @@ class Replicas:
                         self._carry_out(instruction)
 
     def _apply(self, applies: Sequence[Apply], now: int) -> None:
-        for bucket, group in groupby(applies, key=lambda a: a.bucket):
+        committed: list[Committed] = []
+        for bucket, group in groupby(applies, key=_bucket_of):
             replica = self.by_bucket[bucket]
             copies = replica.copies if replica.tenure else 0
-            self._objects.apply(bucket, [a.entry for a in group], copies, now)
+            committed.append(Committed(bucket, [a.entry for a in group], copies))
+        self._objects.apply(committed, now)
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Tell):
@@ -620,6 +631,9 @@ class Replicas:
         for bucket, replica in self.by_bucket.items():
             replica.validate()
             assert (bucket in self.served) == replica.serving, f"bucket {bucket}: served"
+
+
+_bucket_of = attrgetter("bucket")
 
 
 def _talk(me: Member, to: Member, items: Sequence[Any]) -> Talk:

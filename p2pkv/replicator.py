@@ -17,6 +17,7 @@ from p2pkv.async_driver import AsyncDriver
 from p2pkv.authority import Authority
 from p2pkv.config import NodeConfig
 from p2pkv.errors import AuthorityUnavailable
+from p2pkv.handlers import LOCATE_MIN
 from p2pkv.journal import Journal
 from p2pkv.learning import Learning
 from p2pkv.mover import Mover
@@ -75,6 +76,8 @@ class Replicator:
         self._not_before: dict[Member, int] = {}
         """When to try again to reach a peer that could not be reached."""
         self._knocking: set[Member] = set()
+        self._apart: set[Member] = set()
+        """Peers that refused a batch: they may be unable to read this node's memory."""
         self._group: asyncio.TaskGroup | None = None
         self._flush_wanted = False
         self.batches_total = 0
@@ -143,8 +146,7 @@ class Replicator:
     async def _send(self, batch: Batch, held: list[Object]) -> None:
         """``held``: the values that go along, of which we have a token each."""
         store = self._store
-        body = wire.Replicate(batch.prepares)
-        payload = [store.value(item) for item in held if item.size]
+        body, payload = self._message(batch, held)
         request = Request(batch.to, Kind.REPLICATE, body, payload)
         answer: Any = None
         try:
@@ -155,11 +157,32 @@ class Replicator:
             self._under_way[batch.to] -= 1
             self._take_answer(batch, answer)
 
+    def _message(self, batch: Batch, held: list[Object]) -> tuple[wire.Replicate, list[memoryview]]:
+        """Values go along, except that a peer on this host is told where the large ones lie."""
+        store = self._store
+        large: list[Object] = []
+        if batch.to not in self._apart and self._driver.shares_memory(batch.to):
+            large = [item for item in held if item.size >= LOCATE_MIN]
+        if not large:
+            payload = [store.value(item) for item in held if item.size]
+            return wire.Replicate(batch.prepares), payload
+        store.expose_batch(large)
+        arena = store.arena
+        body = wire.Replicate(
+            batch.prepares,
+            (str(arena.path), arena.size, arena.proof),
+            [item.offset if item.size >= LOCATE_MIN else 0 for item in held],
+            [item.version for item in held],
+        )
+        return body, [store.value(item) for item in held if 0 < item.size < LOCATE_MIN]
+
     def _take_answer(self, batch: Batch, answer: Any) -> None:
         now = clock.monotonic()
         self.batches_total += 1
         if answer is None or isinstance(answer, Lost) or answer.kind != Kind.REPLICATED:
             self.batches_lost_total += 1
+            if answer is not None and not isinstance(answer, Lost):
+                self._apart.add(batch.to)
             self._not_before[batch.to] = now + RETRY_NS
             self._replicas.not_delivered(batch.to, [p.bucket for p in batch.prepares])
             return

@@ -33,6 +33,7 @@ from p2pkv.objects import (
     extent_bytes,
     extents_bytes,
     write_checksum,
+    write_header,
 )
 from p2pkv.parts import Parts, size_of
 from p2pkv.store_audit import audit
@@ -387,6 +388,14 @@ class Store(Catalog):
         item.checksum = checksum
         self._show(bucket, item, now)
         return _OK
+
+    def expose_batch(self, items: Sequence[Object]) -> None:
+        """Gives allocated objects, whose bytes are there, a header, so that a peer on this host
+        which copies them can tell that they stayed what they were."""
+        for item in items:
+            if item.state is _ALLOCATED and not item.version:
+                self._version = item.version = self._version + 1
+                write_header(self.arena.view, item)
 
     def abort_batch(self, items: Sequence[Object]) -> int:
         """Takes allocations back; answers how many. What is committed or gone is left alone."""

@@ -495,9 +495,16 @@ class SnapshotAck(Body, frozen=True):
 
 
 class Replicate(Body, frozen=True):
-    """Operations of several buckets from their primary. Payload: the values of the puts, packed."""
+    """Operations of several buckets from their primary. Payload: the values of the puts, packed,
+    but for those with an offset."""
 
     prepares: Annotated[list[Prepare], Limit(max_length=BATCH_KEYS_MAX)]
+    source: tuple[Name, Size, Annotated[bytes, Limit(max_length=64)]] | None = None
+    """File, bytes and proof of the sender's memory, for a peer on its host."""
+    offsets: Sizes = []
+    """With ``source``: where in it the value of each put lies; 0: it is in the payload."""
+    versions: Sizes = []
+    """What the header before each says as long as it is the same."""
 
 
 class Replicated(Body, frozen=True):

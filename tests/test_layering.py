@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
      "etcd_watch", "discovery", "transport", "stream", "connection", "data_server",
      "data_path", "shared_memory", "published", "views", "async_path", "transfer", "ucx_transfer",
      "ucx_library", "ucx_memory", "ucx_peers",
-     "gossip", "liveness"},
+     "gossip", "liveness", "neighbours"},
     {"handlers", "ownership", "scrub"},
     {"dlpack", "cuda", "arrays", "staging", "tensors"},
     {"client", "blocking_driver", "near_cache", "async_client", "async_driver"},

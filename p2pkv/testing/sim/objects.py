@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from p2pkv.replicas import Committed
 from p2pkv.replicated import Op, OpKind
 from p2pkv.replication import Entry
 from p2pkv.types import BucketId
@@ -76,13 +77,14 @@ class SimObjects:
         self.staged -= 1
         return staged.value
 
-    def apply(self, bucket: BucketId, entries: Sequence[Entry], copies: int, now: int) -> None:
-        for entry in entries:
-            value = self._unstage(entry.staged)
-            self._carry_out(bucket, entry.op, value)
-            self.auditor.applied(self.life, bucket, entry, value, copies)
-            if entry.ticket is not None:
-                entry.ticket.done(True)
+    def apply(self, committed: Sequence[Committed], now: int) -> None:
+        for bucket, entries, copies in committed:
+            for entry in entries:
+                value = self._unstage(entry.staged)
+                self._carry_out(bucket, entry.op, value)
+                self.auditor.applied(self.life, bucket, entry, value, copies)
+                if entry.ticket is not None:
+                    entry.ticket.done(True)
 
     def write(self, bucket: BucketId, seq: int, origin: int, op: Op, value: Any) -> None:
         """Carry out an operation past the log, where nobody else must have it."""
