@@ -205,6 +205,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Shared memory for that index, 200 bytes an object. 0: 1/64 of memory_limit_bytes, at least
     1 MiB, at most 1 GiB. Objects that find no room in it are asked for."""
 
+    read_threads: Annotated[int, Limit(ge=0, le=64)] = 1
+    """Threads that answer clients on other hosts from the published index. 0: the node's event loop
+    answers everything."""
+
     # -- sessions
     session_ttl_s: Positive = 30.0
     """A session that sends nothing for so long ends: its allocations, tokens and pins go."""

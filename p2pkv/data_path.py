@@ -10,9 +10,11 @@ import select
 import time
 from collections.abc import Sequence
 
-from p2pkv import wire
+from p2pkv import _native, wire
+from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
+from p2pkv.read_link import ReadLink, kind_of
 from p2pkv.routing import Answer, Lost, Reply, Request
 from p2pkv.shared_memory import LocatedValues, SharedArena, SharedPut, message_for
 from p2pkv.stream import Closed, DataLink, Late
@@ -21,10 +23,14 @@ from p2pkv.views import Lessor
 from p2pkv.wire import Kind
 
 CONNECT_TIMEOUT_S = 1.0
+NO_READS_NS = 5 * SECOND_NS
+"""After a read connection broke, so long the owner is asked."""
+UNREACHABLE_NS = 60 * SECOND_NS
+"""The same after none could be made."""
 
 
 class DataPath:
-    """The data connection to one node, and its arena if it is on this host."""
+    """The data connection to one node, its arena if it is on this host, else a read connection."""
 
     def __init__(
         self, welcome: wire.Welcome, session: ClientSession, limits: Limits, shared: bool
@@ -42,6 +48,52 @@ class DataPath:
         self._lessor: Lessor | None = None
         self.proven = False
         """Whether it has answered anything yet."""
+        self.used_ns = time.monotonic_ns()
+        """When something was last sent on the data connection, by which the session lives."""
+        self._reads: ReadLink | None = None
+        self._no_reads_before_ns = 0
+        readable = welcome.reads is not None and self.arena is None and _native.available
+        self._idle_max_ns = welcome.session_ttl_ms * MILLISECOND_NS // 4 if readable else -1
+
+    def read(self, request: Request, deadline_ns: int) -> Answer | None:
+        """What the read connection answers to a read. None: the owner is to be asked."""
+        kind = kind_of(request)
+        reads = self.reads() if kind else None
+        if reads is None:
+            return None
+        request.direct = True
+        try:
+            return reads.call(request, kind, deadline_ns)
+        except Late:
+            self.drop_reads()
+            return Lost("no answer", deadline=True)
+        except (Closed, ProtocolError):
+            self.drop_reads()
+            return None
+
+    def reads(self) -> ReadLink | None:
+        """The read connection, unless something must go over the other first."""
+        now = time.monotonic_ns()
+        if now - self.used_ns > self._idle_max_ns:
+            return None
+        if self._reads is None and now >= self._no_reads_before_ns:
+            self._connect(now)
+        return self._reads
+
+    def _connect(self, now: int) -> None:
+        assert self._welcome.reads is not None
+        self._no_reads_before_ns = now + UNREACHABLE_NS
+        try:
+            self._reads = ReadLink(*self._welcome.reads, self._limits, CONNECT_TIMEOUT_S)
+        except (OSError, ValueError):
+            return
+
+    def drop_reads(self) -> None:
+        """Something went wrong on the read connection."""
+        if self._reads is not None:
+            self._reads.close()
+            self._reads = None
+            self._no_reads_before_ns = time.monotonic_ns() + NO_READS_NS
 
     def lessor(self) -> Lessor:
         """What gives views of the node's memory, which is shared. Raises OSError."""
@@ -58,6 +110,7 @@ class DataPath:
         self.link.close()
         if self._lessor is not None:
             self._lessor.end()
+        self.drop_reads()
 
 
 class _Call:
@@ -90,16 +143,50 @@ class DataExchange:
         ]
 
     def run(self, deadline_ns: int) -> list[Answer]:
+        reading: dict[DataPath, tuple[ReadLink, _Call]] = {}
         for path, call in self._calls:
             body = call.request.body
-            if path.arena is not None and isinstance(body, wire.Open) and body.view:
+            reads = path.reads() if kind_of(call.request) and path not in reading else None
+            if reads is not None:
+                reading[path] = reads, call
+            elif path.arena is not None and isinstance(body, wire.Open) and body.view:
                 self._view(path, call, body.keys, deadline_ns)
             else:
                 self._guarded(path, call, deadline_ns)
+        if reading:
+            self._read(reading, deadline_ns)
         while self._waiting:
             for path in self._ready(deadline_ns):
                 self._receive(path, deadline_ns)
         return [a if a is not None else Lost("not sent") for a in self.answers]
+
+    # -- read connections
+
+    def _read(self, reading: dict[DataPath, tuple[ReadLink, _Call]], deadline_ns: int) -> None:
+        """Ask all, then take what comes. What is not answered there goes to the owners."""
+        for path, (reads, call) in list(reading.items()):
+            try:
+                reads.ask(call.request, kind_of(call.request), deadline_ns)
+            except (Closed, Late) as e:
+                del reading[path]
+                self._unread(path, call, e, deadline_ns)
+        for path, (reads, call) in reading.items():
+            try:
+                reply = reads.receive(call.request, deadline_ns)
+            except (Closed, Late, ProtocolError) as e:
+                self._unread(path, call, e, deadline_ns)
+                continue
+            if reply is not None:
+                self.answers[call.index] = reply
+            else:
+                self._guarded(path, call, deadline_ns)
+
+    def _unread(self, path: DataPath, call: _Call, error: Exception, deadline_ns: int) -> None:
+        path.drop_reads()
+        if isinstance(error, Late):
+            self.answers[call.index] = Lost("no answer", deadline=True)
+        else:
+            self._guarded(path, call, deadline_ns)
 
     # -- sending
 
@@ -130,6 +217,7 @@ class DataExchange:
         message = message_for(request, path.session, path.arena)
         self._waiting[path][message.id] = call
         request.sent = request.sent or message.kind != Kind.ALLOC
+        path.used_ns = time.monotonic_ns()
         path.link.send(message, deadline_ns)
 
     # -- receiving

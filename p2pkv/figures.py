@@ -101,6 +101,17 @@ def collect(node: Node) -> wire.NodeStats:
         figures["index_refused_objects"] = index.refused
         figures["index_hits_total"] = index.hits
         figures["index_torn_total"] = index.torn
+    if node._reads is not None:
+        reads = node._reads.figures()
+        figures |= {
+            "read_connections": reads.connections,
+            "read_connections_dropped_total": reads.dropped,
+            "read_requests_total": reads.requests,
+            "read_values_total": reads.values,
+            "read_value_bytes_total": reads.bytes,
+            "read_flags_total": reads.flags,
+            "read_asks_total": reads.asks,
+        }
     for reason in Reason:
         figures[f"objects_{reason.name.lower()}_total"] = counters.lost[reason]
     for kind, count in node._handlers.requests.items():

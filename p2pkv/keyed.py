@@ -159,6 +159,8 @@ class _Run:
         self.pending: Sequence[int] = items
         self.unanswered: list[_Sent] = []
         self.disturbed = False
+        self.deferred = False
+        """Whether the last answers left something for the owner itself to answer."""
         self.why: dict[int, str] = {}
         self.lost: set[Peer] = set()
         """Who gave no answer to a read."""
@@ -182,8 +184,11 @@ class _Run:
                 continue
             for part in _parts(items, op.sizes, self.limits):
                 generations = self._generations(table, part) if op.mutating else []
-                sent.append(_Sent(op.request(table.members[owner], part), part, generations))
+                request = op.request(table.members[owner], part)
+                request.direct = self.deferred
+                sent.append(_Sent(request, part, generations))
         self.pending, self.unanswered, self.disturbed = list(homeless), [], bool(homeless)
+        self.deferred = False
         return sent
 
     def _generations(self, table: Table, items: Sequence[int]) -> list[int]:
@@ -262,6 +267,7 @@ class _Run:
                 self.disturbed = True
                 self._again((i,), Status(status).name.lower())
             elif status == Status.DEFERRED:
+                self.deferred = True
                 self._again((i,), DEFERRED)
             elif status:
                 self.op.settle(i, status)

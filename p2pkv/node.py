@@ -43,6 +43,7 @@ from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
 from p2pkv.payload import FRAMES, STREAM
 from p2pkv.planner import Planner, PlannerLimits, holders, registered
+from p2pkv.read_server import ReadServer
 from p2pkv.records import BucketChange, Meta, NodeRecord
 from p2pkv.replicas import Pace, Replicas
 from p2pkv.replication import Settings, Timing
@@ -90,6 +91,7 @@ class Node:
         self._ready: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._published: Writer | None = None
+        self._reads: ReadServer | None = None
         self._garbage = 0
         self._heartbeats = 0
         self._started_ns = 0
@@ -225,6 +227,8 @@ class Node:
         self._data = DataServer(
             config.limits, self, clock.seconds(config.read_deadline_s), 2 * config.sessions_max
         )
+        if self._published is not None and config.read_threads:
+            self._reads = ReadServer(config.bind, config.read_threads)
         try:
             port = server.bind(config.bind, config.control_port)
             self._gossip_endpoint = endpoint_of(config.advertised, gossip.bind(config.bind))
@@ -256,6 +260,8 @@ class Node:
                 await _quietly(authority.resign())
                 await _quietly(authority.deregister())
         finally:
+            if self._reads is not None:
+                self._reads.close()
             self._data.close()
             server.close()
             gossip.close()
@@ -342,6 +348,7 @@ class Node:
         self._started_ns = clock.monotonic()
         self._server.start()
         self._data.start()
+        self._start_reads()
         self._gossip.start()
         self._talker.start()
         assert self._ready is not None
@@ -363,6 +370,18 @@ class Node:
                 f"node {self.config.node_id!r} was started elsewhere or forgotten by an operator; "
                 "this process has stopped"
             )
+
+    def _start_reads(self) -> None:
+        if self._reads is None or self._published is None:
+            return
+        config, arena = self.config, self._store.arena
+        self._reads.start(
+            self._published.address,
+            (arena.address, arena.size),
+            payload_max=config.limits.message_bytes_max,
+            stall_ns=clock.seconds(config.read_deadline_s),
+            connections_max=2 * config.sessions_max,
+        )
 
     def _authority_of(self) -> Authority:
         assert self._authority is not None
@@ -596,8 +615,15 @@ class Node:
             session.token,
             (str(arena.path), arena.size, arena.proof),
             (*arena.index_place, clock.namespace()) if self._published is not None else None,
+            self._reads_place(),
         )
         return Kind.WELCOME, welcome, ()
+
+    def _reads_place(self) -> tuple[str, bytes] | None:
+        """Endpoint and token of the read connections."""
+        if self._reads is None:
+            return None
+        return endpoint_of(self.config.advertised, self._reads.port), self._reads.token
 
     # -- requests over data connections
 

@@ -591,7 +591,7 @@ def _single(results: Sequence[Any]) -> Any:
 
 
 def _batch(results: list[Any]) -> list[Any]:
-    if any(isinstance(r, P2PKVError) for r in results):
+    if any(issubclass(kind, P2PKVError) for kind in set(map(type, results))):
         raise BatchError(results)
     return results
 

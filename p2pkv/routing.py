@@ -55,7 +55,7 @@ class Request:
     may have reached the peer. Until then the operation has certainly not run.
     """
 
-    __slots__ = ("body", "id", "kind", "payload", "seal", "sent", "sink", "to", "unsure")
+    __slots__ = ("body", "direct", "id", "kind", "payload", "seal", "sent", "sink", "to", "unsure")
 
     def __init__(
         self, to: Peer, kind: Kind, body: wire.Body, payload: Sequence[wire.Buffer] = ()
@@ -72,6 +72,8 @@ class Request:
         self.seal: Callable[[], None] | None = None
         """To be called by the driver before the payload is sent: it puts the values' checksums into
         the body. Not called where the driver finds them while it copies."""
+        self.direct = False
+        """A read that only the owner itself can answer: its published index did not."""
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -196,9 +198,12 @@ class Table:
     def reachable(self) -> list[Member]:
         return [m for m in self.members if self.endpoints[m]]
 
-    def split(self, buckets: Sequence[int], items: Iterable[int]) -> dict[int, list[int]]:
+    def split(self, buckets: Sequence[int], items: Sequence[int]) -> dict[int, list[int]]:
         """Items by index of their bucket's owner; -1: no owner."""
         owners = self.owners
+        of_all = {owners[buckets[item]] for item in items}
+        if len(of_all) == 1:
+            return {of_all.pop(): list(items)}
         groups: dict[int, list[int]] = {}
         for item in items:
             owner = owners[buckets[item]]
@@ -210,7 +215,7 @@ class Table:
         return groups
 
     def split_around(
-        self, buckets: Sequence[int], items: Iterable[int], avoided: Container[Peer]
+        self, buckets: Sequence[int], items: Sequence[int], avoided: Container[Peer]
     ) -> dict[int, list[int]]:
         """As ``split``, but what an avoided member owns goes to a backup that is not, if any."""
         members = self.members

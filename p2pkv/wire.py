@@ -192,6 +192,8 @@ class Welcome(Body, frozen=True):
     """File, bytes and proof of the node's memory, for a client that can map it."""
     index: tuple[Size, Size, Name] | None = None
     """Offset and bytes of the published index in that file, and whose clock its times are of."""
+    reads: tuple[Name, Annotated[bytes, Limit(max_length=64)]] | None = None
+    """Endpoint and token of the node's read connections."""
 
 
 class Get(Body, frozen=True):
@@ -221,6 +223,10 @@ class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """0: for ever."""
     min_replicas: Annotated[int, Limit(ge=0, le=255)] = 0
     """So many members in sync must have it; 0: what the cluster's min_in_sync says."""
+
+
+PLAIN = PutOptions()
+"""A put without options."""
 
 
 class Put(Body, frozen=True):

@@ -24,13 +24,13 @@ LAYERS: list[set[str]] = [
     {"store", "arena", "hostlock", "catalog", "extents", "store_audit", "payload", "sessions"},
     {"authority", "etcd", "etcd_buckets", "etcd_channels", "etcd_session", "etcd_view",
      "etcd_watch", "discovery", "transport", "stream", "connection", "data_server",
-     "data_path", "shared_memory", "published", "views", "async_path", "transfer", "ucx_transfer",
-     "ucx_library", "ucx_memory", "ucx_peers",
-     "gossip", "liveness", "neighbours"},
-    {"handlers", "ownership", "scrub"},
+     "data_path", "shared_memory", "published", "views", "read_link", "read_server",
+     "async_path", "transfer", "ucx_transfer", "ucx_library", "ucx_memory", "ucx_peers",
+     "gossip", "talker", "liveness", "neighbours"},
+    {"handlers", "journal", "learning", "ownership", "scrub"},
     {"dlpack", "cuda", "arrays", "staging", "tensors"},
     {"client", "blocking_driver", "near_cache", "async_client", "async_driver"},
-    {"node", "mover", "figures", "hosted", "load"},
+    {"node", "mover", "replicator", "figures", "hosted", "load"},
     {"admin", "cli", "commands", "bench", "adapters"},
 ]  # fmt: skip
 """Each may import from its own layer and from those above it in this list."""

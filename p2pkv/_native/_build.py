@@ -12,8 +12,20 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).parent
-SOURCES = ["copy.c", "checksum.c", "socket.c", "index.c", "python_pieces.c", "python_index.c"]
-HEADERS = ["api.h", "native.h", "index.h"]
+SOURCES = [
+    "copy.c",
+    "checksum.c",
+    "socket.c",
+    "index.c",
+    "python_pieces.c",
+    "python_index.c",
+    "read_protocol.c",
+    "read_answer.c",
+    "read_server.c",
+    "read_client.c",
+]
+CDEFS = ["api.h", "read_api.h"]
+HEADERS = [*CDEFS, "native.h", "index.h", "read_protocol.h", "read_server.h"]
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 # cffi's own code is generated: what it leaves unused is not ours to mend.
 STRICT = [
@@ -32,7 +44,8 @@ def _relative(name: str) -> str:
 
 
 ffibuilder = FFI()
-ffibuilder.cdef((HERE / "api.h").read_text(encoding="utf-8"))
+for name in CDEFS:
+    ffibuilder.cdef((HERE / name).read_text(encoding="utf-8"))
 ffibuilder.set_source(
     "p2pkv._native._core",
     '#include "native.h"',

@@ -7,6 +7,7 @@
 #include <sys/uio.h>
 
 #include "api.h"
+#include "read_api.h"
 
 /* Pieces of memory taken as one run of bytes. */
 struct p2pkv_pieces {
@@ -41,6 +42,10 @@ static inline void p2pkv_advance(const struct p2pkv_pieces *pieces, struct p2pkv
 int p2pkv_has_null(const struct p2pkv_pieces *pieces);
 void p2pkv_copy_run(char *target, const char *source, size_t n, int streaming);
 void p2pkv_copy_fence(void);
+
+/* Until something may be received: 0, ETIMEDOUT, or the errno of poll. It polls for `spin_ns` first;
+ * `*slept` tells whether that was in vain. */
+int p2pkv_wait_readable(int fd, int64_t deadline_ns, int64_t spin_ns, int *slept);
 
 int p2pkv_thread(pthread_t *made, const pthread_attr_t *attributes, void *(*run)(void *),
                  void *argument);

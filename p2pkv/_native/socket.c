@@ -105,6 +105,14 @@ static int wait_ready(int fd, short events, struct wait wait) {
     return n > 0 ? 0 : ETIMEDOUT;
 }
 
+int p2pkv_wait_readable(int fd, int64_t deadline_ns, int64_t spin_ns, int *slept) {
+    struct wait wait = {deadline_ns, 0};
+    int64_t now = now_ns(), rest = deadline_ns - now;
+    *slept = spin_ns <= 0 || rest <= 0 ||
+             spin(fd, POLLIN, now + (spin_ns < rest ? spin_ns : rest)) <= 0;
+    return *slept ? wait_ready(fd, POLLIN, wait) : 0;
+}
+
 /* Lets the next system call on a blocking socket wait until the deadline; 0, or an errno. One such
  * call is less than a try, a poll and a second try. */
 static int let_wait(int fd, const struct direction *direction, struct wait wait) {
