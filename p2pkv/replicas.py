@@ -433,6 +433,7 @@ class Replicas:
                 beacon = self.leases.beacon(member, claims, now)
                 self.talks.setdefault(member, []).append(beacon)
             self._tell_commits(member, claims, now)
+
     def _all_claims(self) -> dict[Member, dict[int, int]]:
         """For each member the buckets, with epochs, that need its grant."""
         if self._claims is None:
