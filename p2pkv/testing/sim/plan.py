@@ -28,6 +28,8 @@ RESET_NS = 600 * MILLISECOND_NS
 """A member without a session for so long may be given up by the planner."""
 ETCD_TIMEOUT_NS = 150 * MILLISECOND_NS
 PREPARE_TIMEOUT_NS = 80 * MILLISECOND_NS
+PROBE_NS = 200 * MILLISECOND_NS
+"""In which a write is done everywhere when nothing goes wrong."""
 PIECE_TIMEOUT_NS = 50 * MILLISECOND_NS
 PIECE_TRIES_MAX = 5
 PLANNER_NS = 100 * MILLISECOND_NS
@@ -38,7 +40,7 @@ FAULTS_NS = 3000 * MILLISECOND_NS
 HEALING_NS = 6000 * MILLISECOND_NS
 """After that much more time everything has to be well again."""
 CHECK_NS = 40 * MILLISECOND_NS
-CALM_CHECKS = 10
+CALM_CHECKS = 5
 """So many checks in a row have to find everything well."""
 RATE_ERROR = 0.0099
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
+from typing import NamedTuple
 
 from .mutants import planted
 from .simulation import Simulation, Verdict
 
 
-def run(seed: int, mutant: str = "") -> Verdict:
-    """The verdict on one schedule, maybe with a deliberate mistake in the replicas."""
-    with planted(mutant):
-        return Simulation(seed).verdict()
+class Order(NamedTuple):
+    """One schedule to run, maybe with a mistake planted in the replicas."""
+
+    seed: int
+    mutant: str = ""
+
+
+def run(order: Order) -> Verdict:
+    """The verdict on one schedule."""
+    with planted(order.mutant):
+        return Simulation(order.seed).verdict()
 
 
 def run_many(
@@ -22,9 +30,5 @@ def run_many(
     """Verdicts in any order, from several processes."""
     os.environ["PYTHONHASHSEED"] = "0"  # a seed means the same in each process
     with get_context("spawn").Pool(processes) as pool:
-        arguments = [(seed, mutant) for seed in seeds]
-        yield from pool.imap_unordered(_run, arguments, chunksize=8)
-
-
-def _run(arguments: tuple[int, str]) -> Verdict:
-    return run(*arguments)
+        orders = [Order(seed, mutant) for seed in seeds]
+        yield from pool.imap_unordered(run, orders, chunksize=4)
