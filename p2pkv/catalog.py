@@ -95,6 +95,25 @@ class Catalog:
         if item.options.ttl_ms:
             self.expiry.set(item, now + item.options.ttl_ms * MILLISECOND_NS)
 
+    def _show_plain(self, items: Sequence[Object], before: Sequence[Object | None]) -> None:
+        """As ``_show`` for objects without options, and ``_leave`` for those in their places."""
+        buckets, version, view = self.buckets, self._version, self.arena.view
+        for item, there in zip(items, before, strict=True):
+            bucket, key = buckets[item.bucket], item.key
+            version += 1
+            item.version = version
+            item.state = _COMMITTED
+            write_header(view, item)
+            bucket.objects[key] = item
+            if there is None:
+                bucket.sorted_keys = None
+                bucket.value_bytes += item.size
+            else:
+                bucket.value_bytes += item.size - there.size
+            if bucket.dirty is not None:
+                bucket.dirty[key] = None
+        self._version = version
+
     def _remove(self, items: Collection[Object], reason: Reason) -> int:
         """Takes objects out of the store; answers the largest free extent that came of it."""
         for item in items:

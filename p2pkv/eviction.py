@@ -21,6 +21,10 @@ class EvictionPolicy(Protocol[E]):
     def remove(self, entry: E) -> None:
         """Takes an entry out. Raises KeyError if it is no candidate."""
 
+    def replace_batch(self, gone: Sequence[E], come: Sequence[E]) -> None:
+        """``remove`` for each that is gone, ``add`` for each that came, and ``touch_batch`` of
+        those: none is soft."""
+
     def touch(self, entry: E) -> None:
         """Notes an access. An entry that is no candidate is ignored."""
 
@@ -61,6 +65,10 @@ class LRU(Generic[E]):
 
     def remove(self, entry: E) -> None:
         (self._plain if entry in self._plain else self._soft).pop(entry)
+
+    def replace_batch(self, gone: Sequence[E], come: Sequence[E]) -> None:
+        deque(map(self._plain.pop, gone), maxlen=0)
+        self._plain.update(dict.fromkeys(reversed(come)))
 
     def touch(self, entry: E) -> None:
         if entry in self._plain:

@@ -501,6 +501,11 @@ class Handlers:
         self, made: Sequence[Object | Status], at: Sequence[int], outcome: Outcome, now: int
     ) -> None:
         """Commit what was allocated and filled, as far as this node may still serve it."""
+        items = [item for item in made if isinstance(item, Object)]
+        served = self.primary.issuperset([item.bucket for item in items])
+        if len(items) == len(made) and served and self._all_readable(now):
+            self.journal.put(items, at, outcome, now)
+            return
         ready: list[Object] = []
         places: list[int] = []
         refused: list[Object] = []

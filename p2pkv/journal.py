@@ -140,7 +140,7 @@ class Journal:
         alone = [i for i, item in enumerate(items) if item.bucket not in shared]
         if alone:
             chosen = items if len(alone) == len(items) else [items[i] for i in alone]
-            done = self.store.commit_batch(chosen, now, [item.checksum for item in chosen])
+            done = self.store.commit_batch(chosen, now)
             for i, status in zip(alone, done, strict=True):
                 outcome.set(at[i], status, 0 if status else 1)
             if len(alone) == len(items):
@@ -329,7 +329,7 @@ class Journal:
 
     def _commit(self, items: list[Object], now: int) -> None:
         if items:
-            self.store.commit_batch(items, now, [i.checksum for i in items], decided=True)
+            self.store.commit_batch(items, now, decided=True)
 
     def _apply_other(self, bucket: BucketId, entry: Entry, now: int) -> None:
         op, store = entry.op, self.store

@@ -38,7 +38,7 @@ from p2pkv.objects import (
 from p2pkv.parts import Parts, size_of
 from p2pkv.store_audit import audit
 from p2pkv.types import BucketId
-from p2pkv.wire import Buffer, PutOptions, Status
+from p2pkv.wire import PLAIN, Buffer, PutOptions, Status
 
 # Members of enumerations are looked up through a descriptor, which hot loops would feel.
 _ALLOCATED, _COMMITTED, _RETIRING, _GONE = State
@@ -340,19 +340,22 @@ class Store(Catalog):
 
         OK also where a write-once object came first and stays. EXISTS: another came first and
         this one was ``if_absent``. CONFLICT: the object is not (or no longer) allocated.
-        ``decided``: whatever is there is replaced.
+        ``decided``: whatever is there is replaced. ``checksums`` replace those of the objects.
+        Raises ValueError for another number of them.
         """
-        sums = [None] * len(items) if checksums is None else checksums
-        if len(sums) != len(items):
-            raise ValueError(f"{len(sums)} checksums for {len(items)} objects")
+        if checksums is not None:
+            if len(checksums) != len(items):
+                raise ValueError(f"{len(checksums)} checksums for {len(items)} objects")
+            for item, checksum in zip(items, checksums, strict=True):
+                if item.state is _ALLOCATED:
+                    item.checksum = checksum
         replaced: list[Object] = []
         before = self._version
         self.allocated.difference_update(items)
-        statuses = [
-            self._commit(item, checksum, now, replaced, decided)
-            for item, checksum in zip(items, sums, strict=True)
-        ]
-        self.policy.touch_batch(items)
+        statuses = self._commit_plain(items, replaced)
+        if statuses is None:
+            statuses = [self._commit(item, now, replaced, decided) for item in items]
+            self.policy.touch_batch(items)
         shown = dict.fromkeys([item for item in items if item.version > before])
         if self.published is not None:
             self.published.publish(shown)
@@ -361,14 +364,31 @@ class Store(Catalog):
         self.counters.put_bytes += sum([item.size for item in shown])
         return statuses
 
-    def _commit(
-        self,
-        item: Object,
-        checksum: int | None,
-        now: int,
-        replaced: list[Object],
-        decided: bool,
-    ) -> Status:
+    def _commit_plain(self, items: Sequence[Object], replaced: list[Object]) -> list[Status] | None:
+        """As ``_commit`` for each item, where all are of the usual kind; else None, nothing done.
+
+        Usual: different keys, no option, and what they replace had none, neither pins nor a ttl.
+        """
+        buckets = self.buckets
+        before: list[Object | None] = []
+        for item in items:
+            if item.options != PLAIN or item.state is not _ALLOCATED:
+                return None
+            there = buckets[item.bucket].objects.get(item.key)
+            if there is not None and not _is_plain(there):
+                return None
+            before.append(there)
+        if len({item.key for item in items}) < len(items):
+            return None
+        gone = [there for there in before if there is not None]
+        self._show_plain(items, before)
+        self.policy.replace_batch(gone, items)
+        self.evictable_bytes += sum([item.extent_bytes for item in items])
+        self.evictable_bytes -= sum([item.extent_bytes for item in gone])
+        replaced += gone
+        return [_OK] * len(items)
+
+    def _commit(self, item: Object, now: int, replaced: list[Object], decided: bool) -> Status:
         if item.state is not _ALLOCATED:
             return _CONFLICT
         bucket = self.buckets[item.bucket]
@@ -385,7 +405,6 @@ class Store(Catalog):
         else:
             self._leave(bucket, there)
             replaced.append(there)
-        item.checksum = checksum
         self._show(bucket, item, now)
         return _OK
 
@@ -590,6 +609,11 @@ class Store(Catalog):
     def validate(self) -> None:
         """Raises AssertionError if index, extents, queues and figures disagree. For tests."""
         audit(self)
+
+
+def _is_plain(item: Object) -> bool:
+    """Whether it goes without more ado."""
+    return not (item.options != PLAIN or item.pins or item.pin or item.expires_at)
 
 
 def _pieces(sizes: Sequence[int], bytes_max: int) -> Iterator[slice]:

@@ -148,3 +148,17 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
         policy.validate()
         assert len(policy) == len(soft_of)
     assert list(policy.victims()) == model[False] + model[True]
+
+
+def test_replacing_a_batch_is_removing_adding_and_touching_it() -> None:
+    one, other = LRU[str](), LRU[str]()
+    for policy in (one, other):
+        for entry in "abcd":
+            policy.add(entry)
+    one.replace_batch("bd", "xyz")
+    for entry in "bd":
+        other.remove(entry)
+    for entry in "xyz":
+        other.add(entry)
+    other.touch_batch("xyz")
+    assert list(one.victims()) == list(other.victims())
