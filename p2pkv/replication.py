@@ -160,11 +160,22 @@ class Entry:
 class Follower:
     """Another member of the ack set, as the primary knows it."""
 
-    __slots__ = ("acked", "confirmed", "progress_ns", "sent", "sent_ns", "session", "since_ns")
+    __slots__ = (
+        "acked",
+        "confirmed",
+        "progress_ns",
+        "sent",
+        "sent_ns",
+        "session",
+        "since_ns",
+        "tried",
+    )
 
     def __init__(self, acked: int, session: Session | None, now: int) -> None:
         self.acked = acked
         self.sent = acked
+        self.tried = acked
+        """Up to where it was ever sent, whether or not that has to be sent again."""
         self.session = session
         """Of its acknowledgements; None until it has confirmed our epoch."""
         self.confirmed = session is not None
@@ -346,8 +357,8 @@ class Replica:
         end = min(self.last, first + limit - 1)
         if end < first:
             return []
-        if follower.sent <= follower.acked:
-            follower.progress_ns = now
+        if follower.tried <= follower.acked:
+            follower.progress_ns = now  # it had everything; only now it has something to do
         entries: list[Entry] = []
         size = 0
         for seq in range(first, end + 1):
@@ -357,6 +368,7 @@ class Replica:
             if size >= bytes_max:
                 break
         follower.sent, follower.sent_ns = entries[-1].seq, now
+        follower.tried = max(follower.tried, follower.sent)
         return entries
 
     def not_delivered(self, to: Member) -> None:
@@ -771,7 +783,7 @@ class Replica:
         record = self.record
         assert record is not None
         present = {self.me.node, *(m.node for m in self.followers)}
-        return present != set(record.assigned) or record.assigned[0] != self.me.node
+        return present != set(record.assigned) or self.me.node not in record.assigned[:1]
 
     def tick(self, now: int, dead: Collection[Member], etcd_answers: bool = True) -> None:
         """Time has passed. ``dead`` are those that are thought to be gone; without etcd nothing
@@ -859,8 +871,8 @@ class Replica:
         return nodes.issuperset(record.assigned)
 
     def _successor(self, record: BucketRecord, ready: list[Member]) -> Member | None:
-        node = record.assigned[0]
-        return next((m for m in ready if m.node == node), None)
+        first = record.assigned[:1]
+        return next((m for m in ready if m.node in first), None)
 
     def _hand_to(self, target: Member | None) -> None:
         if self.handing != target:
