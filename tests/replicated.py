@@ -9,7 +9,7 @@ import msgspec
 
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.records import BucketChange, BucketRecord, Versioned
-from p2pkv.replicas import Batch, Pace, Replicas
+from p2pkv.replicas import Batch, Committed, Pace, Replicas
 from p2pkv.replicated import Op, OpKind, PrepareAck, Session, Talk
 from p2pkv.replication import Copy, Entry, Replica, Settings, Timing
 from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
@@ -40,9 +40,10 @@ class Objects:
         self.opened = 0
         self.hidden = 0
 
-    def apply(self, bucket: BucketId, entries: Sequence[Entry], copies: int, now: int) -> None:
-        self.applied += [e.op.key.decode() for e in entries]
-        self.done += [(e.ticket, copies) for e in entries if e.ticket is not None]
+    def apply(self, committed: Sequence[Committed], now: int) -> None:
+        for _, entries, copies in committed:
+            self.applied += [e.op.key.decode() for e in entries]
+            self.done += [(e.ticket, copies) for e in entries if e.ticket is not None]
 
     def discard(self, bucket: BucketId, entry: Entry) -> None:
         self.discarded.append(entry.op.key.decode())

@@ -9,6 +9,7 @@ from replicated import BEACON_NS, BUCKET, LEASE_NS, SLOW_NS, Cluster, put
 from p2pkv.clock import MILLISECOND_NS
 from p2pkv.replicated import Op, OpKind, Talk
 from p2pkv.replication import Role
+from p2pkv.wire import Status
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_member_that_talks_but_grants_nothing_is_put_out(pair: Cluster) -> Non
 
 
 def test_a_node_that_was_fenced_waits_before_it_takes_over(pair: Cluster) -> None:
-    a, b = pair["a"], pair["b"]
+    b = pair["b"]
     b.fenced = True
     for _ in range(2 * SLOW_NS // BEACON_NS):
         pair.tick("b")
@@ -124,7 +125,6 @@ def test_a_node_that_was_fenced_waits_before_it_takes_over(pair: Cluster) -> Non
     assert not b.replicas.proposals
     pair.tick("ab")
     assert b.replica.may_promote(pair.now + 2 * SLOW_NS, ())
-    assert a.serves is False or a.serves
 
 
 def test_those_who_do_not_come_back_are_forgotten_but_not_what_they_were_granted(
@@ -181,3 +181,59 @@ def test_roles_are_told_to_people(pair: Cluster) -> None:
     assert b.replicas.roles(BUCKET, now) is Role.BACKUP
     assert b.replicas.roles(BUCKET + 1, now) is Role.ABSENT
     assert (a.replicas.holding, b.replicas.holding) == (1, 1)
+
+
+# -- asking
+
+
+def test_a_status_says_whether_to_ask_elsewhere_again_or_to_wait(pair: Cluster) -> None:
+    a, b = pair["a"].replicas, pair["b"].replicas
+    assert a.status(BUCKET, pair.now) == Status.OK
+    assert a.status(BUCKET, pair.now + 2 * LEASE_NS) == Status.STALLED
+    assert b.status(BUCKET, pair.now) == Status.NOT_PRIMARY
+    pair.set_record(assigned=("b", "a"))
+    pair["a"].learns_record()
+    pair.tick()
+    assert a.status(BUCKET, pair.now) == Status.MOVING
+    assert a.get(BUCKET) is pair["a"].replica
+
+
+def test_what_may_be_read_without_asking_ends_with_grants_or_with_the_fence() -> None:
+    alone, pair = Cluster("ab"), Cluster("ab")
+    fence_ns = alone.now + 7
+    first = alone.start("a").replicas
+    assert not first.has_rivals(BUCKET)
+    assert not first.has_rivals(BUCKET + 1)
+    assert first.served_until(fence_ns, 8)[BUCKET] == fence_ns
+    second = pair.start("a", "b").replicas
+    assert second.has_rivals(BUCKET)
+    assert second.served_until(fence_ns, 8)[BUCKET] == pair.now + LEASE_NS
+    assert second.served_until(fence_ns, 8)[0] == 0
+
+
+def test_silent_are_those_that_matter_and_are_not_known_to_be_gone(pair: Cluster) -> None:
+    a, b = pair["a"], pair["b"]
+    later = pair.now + BEACON_NS
+    assert a.replicas.silent(later, BEACON_NS) == []
+    assert a.replicas.silent(later + 1, BEACON_NS) == [b.me]
+    assert b.replicas.silent(later + 1, BEACON_NS) == [a.me]
+    a.replicas.suspect(b.me)
+    assert a.replicas.silent(later + 1, BEACON_NS) == []
+
+
+def test_a_peer_that_is_busy_gets_its_batch_later(pair: Cluster) -> None:
+    a, b = pair["a"], pair["b"]
+    a.write("k")
+    assert a.replicas.batches(pair.now, busy={b.me}) == []
+    assert a.replicas.has_unsent
+    assert len(a.batches()) == 1
+
+
+def test_a_full_batch_leaves_other_buckets_for_the_next() -> None:
+    cluster = Cluster("ab")
+    a = cluster.start("a", "b")
+    a.replicas.submit(BUCKET, put("k1", size=20 << 20), None, None)
+    a.replicas.submit(BUCKET, put("k2", size=20 << 20), None, None)
+    assert [len(x.entries) for x in a.batches()] == [1]
+    assert [len(x.entries) for x in a.batches()] == [1]
+    assert a.batches() == []
