@@ -14,8 +14,9 @@ from p2pkv.leases import Leases
 from p2pkv.replicas import Replicas
 from p2pkv.replicated import Session
 from p2pkv.replication import Discard, Follower, Replica
+from p2pkv.testing.linearizability import Kind
 
-from .clients import Kind, Served
+from .clients import Served
 from .etcd_model import EtcdModel
 
 Patch = tuple[type, str, Any]
@@ -293,7 +294,7 @@ def promoteany() -> list[Patch]:
 
 @mutant("a fenced node grants")
 def fencedgrants() -> list[Patch]:
-    create = Replicas.__init__
+    create: Callable[..., None] = Replicas.__init__
 
     def creating(self: Any, *arguments: Any) -> None:
         create(self, *arguments[:-1], lambda now: True)
