@@ -327,10 +327,13 @@ class Journal:
                     self._apply_other(bucket, entry, now)
         self._commit(puts, now)
         for bucket, entries, copies in committed:
+            # What was under way when a copy was lost is committed in the end by those that are left.
+            short = 0 < copies < self.replicas.by_bucket[bucket].min_in_sync
             for entry in entries:
                 self._unstage(bucket, entry)
                 for outcome, at, status in entry.ticket or ():
-                    outcome.arrive(at, status, copies)
+                    told = Status.NOT_ENOUGH_REPLICAS if short and not status else status
+                    outcome.arrive(at, told, copies)
 
     def _commit(self, items: list[Object], now: int) -> None:
         if items:

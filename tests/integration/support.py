@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -121,7 +121,7 @@ class Caller(threading.Thread):
         seed: int,
         keys: int,
         stopped: threading.Event,
-        copies: Container[int] = (1,),
+        copies: Collection[int] = (1,),
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.kv = kv
@@ -180,7 +180,8 @@ class Caller(threading.Thread):
 
     def _batch_put(self) -> None:
         values = {key: self._value(key, 100) for key in self._some()}
-        assert all(copies in self.copies for copies in self.kv.batch_put(values))
+        copies = self.kv.batch_put(values)
+        assert len(copies) == 20 and set(copies).issubset(self.copies), copies
         self.model.update(values)
 
     def _batch_get(self) -> None:
@@ -211,7 +212,7 @@ class Traffic:
         *,
         keys: int = 200,
         timeout: float = 20.0,
-        copies: Container[int] = (1,),
+        copies: Collection[int] = (1,),
     ) -> None:
         self.endpoints = [r.control[0] for r in cluster.view().nodes.values()]
         """Of the nodes that were there at the start, for clients that cannot ask etcd."""

@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 from support import Traffic, figure, new_seed
 
-from p2pkv import Indeterminate, NotEnoughReplicas, P2PKVError
+from p2pkv import NotEnoughReplicas, P2PKVError
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.records import View
 from p2pkv.testing.cluster import Cluster, wait_for
@@ -21,6 +21,8 @@ from p2pkv.testing.etcd import survives_kills
 from p2pkv.testing.observer import lacking
 
 COPIES: dict[str, Any] = {"replication_factor": 2, "rebuild_delay_s": 0.5}
+COUNTS = range(1, 4)
+"""What a put may answer while copies go from one node to another: for a moment there are three."""
 FIRST_ACK_S_MAX = 15.0
 """Generous: leases and shrinking take 1 to 4 s, and the machine may be busy."""
 
@@ -194,6 +196,7 @@ def test_reads_of_what_is_written_once_never_fail_while_its_primary_is_killed(
     with settled(etcd) as cluster, cluster.client(timeout=2.0) as kv:
         values = {cluster.key_of("n1", i): b"%d" % i * 100 for i in range(40)}
         assert kv.batch_put(values, write_once=True) == [2] * 40
+        wait_for(lambda: figure(kv, "objects") == 80, "the copies are applied")
         slowest, reads, stop = 0.0, 0, time.monotonic() + 60
         cluster["n1"].kill()
         promoted = False
@@ -207,7 +210,6 @@ def test_reads_of_what_is_written_once_never_fail_while_its_primary_is_killed(
             promoted = "n1" not in {v.record.primary.node for v in cluster.view().buckets.values()}
             assert time.monotonic() < stop
         print(f"{reads} reads, the slowest took {slowest:.3f} s")
-        assert reads > 40
 
 
 @pytest.mark.slow
@@ -231,7 +233,7 @@ def test_one_node_after_the_other_is_killed_and_comes_back(etcd: EtcdCluster) ->
 
 def test_a_node_is_drained_under_traffic_and_no_request_fails(etcd: EtcdCluster) -> None:
     seed = new_seed()
-    with settled(etcd) as cluster, Traffic(cluster, seed, copies=(1, 2)) as traffic:
+    with settled(etcd) as cluster, Traffic(cluster, seed, copies=COUNTS) as traffic:
         assert cluster["n1"].terminate() == 0
         assert cluster["n1"].drained
         traffic.go_on()
@@ -243,7 +245,7 @@ def test_all_nodes_are_restarted_one_after_the_other_and_no_request_fails(
     etcd: EtcdCluster,
 ) -> None:
     seed = new_seed()
-    with settled(etcd) as cluster, Traffic(cluster, seed, copies=(1, 2)) as traffic:
+    with settled(etcd) as cluster, Traffic(cluster, seed, copies=COUNTS) as traffic:
         for name in ("n0", "n1", "n2"):
             assert cluster[name].terminate() == 0
             assert cluster[name].drained
@@ -259,7 +261,7 @@ def test_all_nodes_are_restarted_one_after_the_other_and_no_request_fails(
 @pytest.mark.skipif(not survives_kills(), reason="this etcd loses data when it is killed")
 def test_etcd_is_killed_under_load_and_no_operation_fails() -> None:
     seed = new_seed()
-    with settled(None) as cluster, Traffic(cluster, seed, copies=(1, 2)) as traffic:
+    with settled(None) as cluster, Traffic(cluster, seed, copies=COUNTS) as traffic:
         cluster.etcd.members[0].kill()
         until = time.monotonic() + 4.0
         while time.monotonic() < until:
@@ -305,12 +307,12 @@ def test_below_min_in_sync_writes_are_refused_and_reads_go_on_once_the_copy_is_b
 
         def refused() -> bool:
             try:
-                kv.put(key, b"2", timeout=1.0)
+                copies = kv.put(key, b"2", timeout=1.0)
             except NotEnoughReplicas:
                 return True
-            except (Indeterminate, P2PKVError):
+            except P2PKVError:
                 return False
-            raise AssertionError("written with one copy")
+            raise AssertionError(f"acknowledged with {copies} copies")
 
         wait_for(refused, "writes are refused")
         cluster["n1"].start()
