@@ -181,7 +181,8 @@ class Caller(threading.Thread):
     def _batch_put(self) -> None:
         values = {key: self._value(key, 100) for key in self._some()}
         copies = self.kv.batch_put(values)
-        assert len(copies) == 20 and set(copies).issubset(self.copies), copies
+        assert len(copies) == len(values)
+        assert set(copies).issubset(self.copies), copies
         self.model.update(values)
 
     def _batch_get(self) -> None:
