@@ -327,7 +327,7 @@ class Journal:
                     self._apply_other(bucket, entry, now)
         self._commit(puts, now)
         for bucket, entries, copies in committed:
-            # What was under way when a copy was lost is committed in the end by those that are left.
+            # What was under way when a copy was lost is committed in the end by who is left.
             short = 0 < copies < self.replicas.by_bucket[bucket].min_in_sync
             for entry in entries:
                 self._unstage(bucket, entry)
