@@ -329,7 +329,7 @@ def out_of_range(key: bytes, start: int, length: int, size: int) -> OutOfRange:
 
 
 class PutBatch(Keyed):
-    """Results: 1 for each stored key, 0 where ``if_absent`` found one."""
+    """Results: the copies of each stored key, 0 where ``if_absent`` found one."""
 
     kind = Kind.PUT
     mutating = True
@@ -422,7 +422,7 @@ class FlagBatch(Keyed):
 class CommitOne(Keyed):
     """The commit of one allocation, which is its member's only: it ends with Conflict elsewhere.
 
-    Result: 1, or 0 where ``if_absent`` found the key there.
+    Result: the number of copies, or 0 where ``if_absent`` found the key there.
     """
 
     kind = Kind.COMMIT
@@ -443,7 +443,9 @@ class CommitOne(Keyed):
 
     def absorb(self, items: Sequence[int], reply: Reply) -> bytes:
         body: wire.Statuses = expect(reply, Kind.STATUSES)
-        self.results = [1]
+        if body.copies:
+            check_number("numbers of copies", len(body.copies), 1)
+        self.results = list(body.copies) or [1]
         return body.statuses
 
     def settle(self, item: int, status: int) -> None:

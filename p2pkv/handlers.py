@@ -493,12 +493,17 @@ class Handlers:
                 if isinstance(item, Object):
                     self.store.write(item.offset, value)
             _note_sums(made, chosen_sums or ())
-            self.put_made(made, at, outcome, now)
+            self.put_made(made, buckets, at, outcome, now)
 
         return self._change(body.keys, now, put, body.options.min_replicas)
 
     def put_made(
-        self, made: Sequence[Object | Status], at: Sequence[int], outcome: Outcome, now: int
+        self,
+        made: Sequence[Object | Status],
+        buckets: Sequence[int],
+        at: Sequence[int],
+        outcome: Outcome,
+        now: int,
     ) -> None:
         """Commit what was allocated and filled, as far as this node may still serve it."""
         items = [item for item in made if isinstance(item, Object)]
@@ -509,15 +514,16 @@ class Handlers:
         ready: list[Object] = []
         places: list[int] = []
         refused: list[Object] = []
-        for i, item in zip(at, made, strict=True):
+        for i, item, bucket in zip(at, made, buckets, strict=True):
             status = item if not isinstance(item, Object) else self._may_commit(item, True, now)
             if isinstance(item, Object) and not status:
                 ready.append(item)
                 places.append(i)
-            else:
+            elif isinstance(item, Object):
                 outcome.statuses[i] = status
-                if isinstance(item, Object):
-                    refused.append(item)
+                refused.append(item)
+            else:
+                outcome.set(i, item, 0 if item else self.journal.copies_of(bucket))
         self.store.abort_batch(refused)
         self.journal.put(ready, places, outcome, now)
 
@@ -561,17 +567,21 @@ class Handlers:
             return None
         self.requests[Kind.PUT] = self.requests.get(Kind.PUT, 0) + 1
         made = self.store.allocate_batch(buckets, body.keys, body.sizes, body.options, now)
-        return Filling(self, session, request, made, body.sizes, body.checksums)
+        return Filling(self, session, request, body, buckets, made)
 
     def finish_put(
-        self, made: Sequence[Object | Status], sums: Sequence[int], required: int, now: int
+        self,
+        body: wire.Put,
+        buckets: Sequence[int],
+        made: Sequence[Object | Status],
+        now: int,
     ) -> Response | Deferred:
         """The answer of a put whose bytes have arrived."""
-        _note_sums(made, sums)
+        _note_sums(made, body.checksums)
         corrupt = self.corrupt_among(made, Checksums.SENT)
         made = [Status.CORRUPT if item in corrupt else item for item in made]
-        outcome = Outcome(len(made), _told, required)
-        self.put_made(made, range(len(made)), outcome, now)
+        outcome = Outcome(len(made), _told, body.options.min_replicas)
+        self.put_made(made, buckets, range(len(made)), outcome, now)
         result: Response | Deferred = outcome.result
         return result
 
@@ -871,7 +881,7 @@ class Filling:
     """
 
     __slots__ = (
-        "_handlers", "_items", "_made", "_request", "_required", "_session", "_sums", "views",
+        "_body", "_buckets", "_handlers", "_items", "_made", "_request", "_session", "views",
     )  # fmt: skip
 
     def __init__(
@@ -879,24 +889,24 @@ class Filling:
         handlers: Handlers,
         session: Session,
         request: int,
+        body: wire.Put,
+        buckets: Sequence[int],
         made: Sequence[Object | Status],
-        sizes: Sequence[int],
-        sums: Sequence[int] = (),
     ) -> None:
         self._handlers = handlers
-        self._sums = sums
         self._session = session
         self._request = request
+        self._body = body
+        self._buckets = buckets
         self._made = made
         self._items = [item for item in made if isinstance(item, Object)]
-        self._required = max((i.options.min_replicas for i in self._items), default=1)
         handlers.store.acquire_batch(self._items)
         arena = handlers.store.arena.view
         self.views = [
             arena[item.offset : item.offset + size]
             if isinstance(item, Object)
             else memoryview(bytearray(size))
-            for item, size in zip(made, sizes, strict=True)
+            for item, size in zip(made, body.sizes, strict=True)
         ]
 
     def finish(self, now: int) -> Response | Deferred:
@@ -907,7 +917,7 @@ class Filling:
             self.abort()
             return known
         self.views = []
-        response = self._handlers.finish_put(self._made, self._sums, self._required, now)
+        response = self._handlers.finish_put(self._body, self._buckets, self._made, now)
         self._handlers.store.release_batch(self._items)
         self._session.remember(self._request, response)
         return response

@@ -61,8 +61,9 @@ class Outcome(Deferred):
         self.copies[at] = min(copies, 255)
 
     def arrive(self, at: int, status: int, copies: int) -> None:
-        """A status that was expected."""
-        self.set(at, status, copies)
+        """A status that was expected. Where a key has several, the first that is not OK stays."""
+        if not self.statuses[at]:
+            self.set(at, status, copies)
         self.close()
 
     def close(self) -> None:
@@ -116,6 +117,10 @@ class Journal:
         if not replica.writable or replica.copies < required:
             return Status.NOT_ENOUGH_REPLICAS if replica.serving else Status.MOVING
         return Status.STALLED if len(replica.log) >= IN_FLIGHT_MAX else replica
+
+    def copies_of(self, bucket: int) -> int:
+        """How many members in sync have what is committed."""
+        return self.replicas.by_bucket[bucket].copies if bucket in self.replicas.shared else 1
 
     def _submit(
         self, bucket: int, op: Op, staged: Any, outcome: Outcome | None, at: int, status: int
@@ -322,10 +327,13 @@ class Journal:
                     self._apply_other(bucket, entry, now)
         self._commit(puts, now)
         for bucket, entries, copies in committed:
+            # What was under way when a copy was lost is committed in the end by who is left.
+            short = 0 < copies < self.replicas.by_bucket[bucket].min_in_sync
             for entry in entries:
                 self._unstage(bucket, entry)
                 for outcome, at, status in entry.ticket or ():
-                    outcome.arrive(at, status, copies)
+                    told = Status.NOT_ENOUGH_REPLICAS if short and not status else status
+                    outcome.arrive(at, told, copies)
 
     def _commit(self, items: list[Object], now: int) -> None:
         if items:

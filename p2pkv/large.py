@@ -97,7 +97,10 @@ def put_large(
     options: PutOptions,
     checksums: bool = False,
 ) -> Operation[int]:
-    """1: stored. 0: ``if_absent`` found the key there. ``checksums``: whether it is given one."""
+    """The number of copies; 0: ``if_absent`` found the key there.
+
+    ``checksums``: whether it is given one.
+    """
     again = False
     checksum = checksums_of([value])[0] if checksums else 0
     while True:

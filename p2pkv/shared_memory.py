@@ -236,8 +236,20 @@ class SharedPut:
         for i, status in zip(self.made, committed, strict=True):
             # an allocation that is gone: begin again
             statuses[i] = Status.MOVING if status == Status.CONFLICT else status
-        body = wire.Statuses(bytes(statuses) if any(statuses) else b"")
+        copies = self._copies(answer.body.copies) if answer else b""
+        body = wire.Statuses(bytes(statuses) if any(statuses) else b"", copies)
         return Reply(Kind.STATUSES, body, (), answer.revision if answer else 0)
+
+    def _copies(self, committed: bytes) -> bytes:
+        """Of each key; what was there, and needed no commit, counts as one."""
+        if not committed:
+            return b""
+        if len(committed) != len(self.made):
+            raise ProtocolError(f"{len(committed)} numbers of copies for {len(self.made)} commits")
+        copies = bytearray([1]) * len(self._statuses)
+        for i, number in zip(self.made, committed, strict=True):
+            copies[i] = number
+        return bytes(copies)
 
 
 class LocatedValues:

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -114,9 +114,19 @@ class Caller(threading.Thread):
     failure, and keeps it.
     """
 
-    def __init__(self, kv: Any, name: str, seed: int, keys: int, stopped: threading.Event) -> None:
+    def __init__(
+        self,
+        kv: Any,
+        name: str,
+        seed: int,
+        keys: int,
+        stopped: threading.Event,
+        copies: Collection[int] = (1,),
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self.kv = kv
+        self.copies = copies
+        """What a put may answer."""
         self.model: dict[str, bytes] = {}
         self.operations = 0
         self.failure = ""
@@ -155,13 +165,13 @@ class Caller(threading.Thread):
     def _put(self) -> None:
         key = self._random.choice(self._keys)
         value = self._value(key)
-        assert self.kv.put(key, value) == 1
+        assert self.kv.put(key, value) in self.copies
         self.model[key] = value
 
     def _large(self) -> None:
         key = self._random.choice(self._keys[:3])
         value = self._value(key, 600_000)
-        assert self.kv.put(key, value) == 1
+        assert self.kv.put(key, value) in self.copies
         self.model[key] = value
 
     def _get(self) -> None:
@@ -170,7 +180,9 @@ class Caller(threading.Thread):
 
     def _batch_put(self) -> None:
         values = {key: self._value(key, 100) for key in self._some()}
-        assert self.kv.batch_put(values) == [1] * len(values)
+        copies = self.kv.batch_put(values)
+        assert len(copies) == len(values)
+        assert set(copies).issubset(self.copies), copies
         self.model.update(values)
 
     def _batch_get(self) -> None:
@@ -195,17 +207,26 @@ class Traffic:
     """
 
     def __init__(
-        self, cluster: Cluster, seed: int, *, keys: int = 200, timeout: float = 20.0
+        self,
+        cluster: Cluster,
+        seed: int,
+        *,
+        keys: int = 200,
+        timeout: float = 20.0,
+        copies: Collection[int] = (1,),
     ) -> None:
         self.endpoints = [r.control[0] for r in cluster.view().nodes.values()]
         """Of the nodes that were there at the start, for clients that cannot ask etcd."""
         self._stopped = threading.Event()
         self._loop = LoopThread()
         self._clients = [cluster.client(timeout=timeout), cluster.async_client(timeout=timeout)]
+        clients = {
+            "blocking-0": self._clients[0],
+            "blocking-1": self._clients[0],
+            "asyncio-0": Blocking(self._clients[1], self._loop),
+        }
         self.callers = [
-            Caller(self._clients[0], "blocking-0", seed, keys, self._stopped),
-            Caller(self._clients[0], "blocking-1", seed, keys, self._stopped),
-            Caller(Blocking(self._clients[1], self._loop), "asyncio-0", seed, keys, self._stopped),
+            Caller(kv, name, seed, keys, self._stopped, copies) for name, kv in clients.items()
         ]
 
     def go_on(self, operations: int = 100, timeout_s: float = 30.0) -> None:
