@@ -46,6 +46,7 @@ from p2pkv.planner import Planner, PlannerLimits, holders, registered
 from p2pkv.read_server import ReadServer
 from p2pkv.records import BucketChange, Meta, NodeRecord
 from p2pkv.replicas import Pace, Replicas
+from p2pkv.replicated import TALK
 from p2pkv.replication import Settings, Timing
 from p2pkv.replicator import Replicator
 from p2pkv.roster import Event, Left
@@ -55,7 +56,6 @@ from p2pkv.sessions import Deferred, Response, Session, Sessions
 from p2pkv.store import Store
 from p2pkv.swim import Swim
 from p2pkv.swim_messages import Digest
-from p2pkv.talker import Talker
 from p2pkv.transport import ServerSocket, endpoint_of, new_client_id, new_session
 from p2pkv.types import Member, NodeId, Revision
 from p2pkv.wire import Checksums, Fault, Kind
@@ -213,7 +213,7 @@ class Node:
             published=self._published,
         )
         context: zmq.Context[Any] = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, SOCKETS_MAX + 2 * config.sessions_max)
+        context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_MAX + 2 * config.sessions_max)
         server = ServerSocket(context, config.limits, self._on_message)
         token = meta.fingerprint.encode()
         gossip = Gossip(
@@ -223,7 +223,13 @@ class Node:
             {HEARTBEAT: self._on_heartbeat, PACKET: lambda frame: self.liveness.take(frame)},
             lambda member: self.liveness.broke(member),
         )
-        talker = Talker(context, config.limits, token, lambda talk: self._replicator.on_talk(talk))
+        talks = Gossip(
+            context,
+            config.limits,
+            token,
+            {TALK: lambda frame: self._replicator.take(frame)},
+            lambda member: self._replicator.broke(member),
+        )
         self._data = DataServer(
             config.limits, self, clock.seconds(config.read_deadline_s), 2 * config.sessions_max
         )
@@ -232,7 +238,7 @@ class Node:
         try:
             port = server.bind(config.bind, config.control_port)
             self._gossip_endpoint = endpoint_of(config.advertised, gossip.bind(config.bind))
-            talk_port = talker.bind(config.bind)
+            talk_port = talks.bind(config.bind)
             self._data_endpoint = endpoint_of(config.advertised, self._data.bind(config.bind))
             self.endpoint = endpoint_of(config.advertised, port)
             record = NodeRecord(
@@ -250,7 +256,7 @@ class Node:
             try:
                 self.member = member = Member(NodeId(config.node_id), boot)
                 view = await authority.load()
-                self._compose(member, meta, store, context, server, gossip, talker, view)
+                self._compose(member, meta, store, context, server, gossip, talks, view)
                 try:
                     await self._serve(authority)
                 finally:
@@ -265,14 +271,14 @@ class Node:
             self._data.close()
             server.close()
             gossip.close()
-            talker.close()
+            talks.close()
             context.term()
 
     def _compose(self, member: Member, meta: Meta, store: Store, context: zmq.Context[Any],
-                 server: ServerSocket, gossip: Gossip, talker: Talker,
+                 server: ServerSocket, gossip: Gossip, talks: Gossip,
                  view: Any) -> None:  # fmt: skip
         config, limits = self.config, self.config.limits
-        self._store, self._server, self._gossip, self._talker = store, server, gossip, talker
+        self._store, self._server, self._gossip, self._talks = store, server, gossip, talks
         self._zmq = context
         self._lending = Lending()
         self._contacts = Contacts(config, member)
@@ -331,7 +337,7 @@ class Node:
             lambda: self._replicator.wake(),
         )  # fmt: skip
         self._replicator = Replicator(
-            config, journal, self._learning, self._ownership, self._driver, talker, self._mover,
+            config, journal, self._learning, self._ownership, self._driver, talks, self._mover,
             self._authority_of(), self._random,
         )  # fmt: skip
         journal.wake = self._replicator.wake
@@ -350,7 +356,7 @@ class Node:
         self._data.start()
         self._start_reads()
         self._gossip.start()
-        self._talker.start()
+        self._talks.start()
         assert self._ready is not None
         async with asyncio.TaskGroup() as group:
             jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
@@ -509,7 +515,7 @@ class Node:
         addresses = {m: r.gossip[0] for m, r in known.items() if r and r.gossip}
         self._gossip.connect({e.member: e.address for e in self.liveness.entries()} | addresses)
         self.liveness.register({m: addresses[m] for m in members if m in addresses})
-        self._talker.connect({m: r.replication[0] for m, r in known.items() if r and r.replication})
+        self._talks.connect({m: r.replication[0] for m, r in known.items() if r and r.replication})
 
     def _on_heartbeat(self, frame: bytes) -> None:
         heartbeat, now = membership.decode(frame), clock.monotonic()

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta as Limit
 
+from p2pkv.errors import ProtocolError
 from p2pkv.types import Member
 
 BUCKETS_MAX = 65536
@@ -156,3 +157,22 @@ class Talk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     new_epochs: list[NewEpoch] = []
     new_epoch_acks: list[NewEpochAck] = []
     stepped_down: list[SteppedDown] = []
+
+
+TALK = b"r"
+"""The kind of a Talk among the messages of ``gossip``."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Talk)
+
+
+def encode(talk: Talk) -> bytes:
+    return _encoder.encode(talk)
+
+
+def decode(frame: bytes) -> Talk:
+    """Raises ProtocolError."""
+    try:
+        return _decoder.decode(frame)
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"not a message between replicas: {e}") from None

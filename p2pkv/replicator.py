@@ -17,6 +17,7 @@ from p2pkv.async_driver import AsyncDriver
 from p2pkv.authority import Authority
 from p2pkv.config import NodeConfig
 from p2pkv.errors import AuthorityUnavailable
+from p2pkv.gossip import Gossip
 from p2pkv.handlers import LOCATE_MIN
 from p2pkv.journal import Journal
 from p2pkv.learning import Learning
@@ -25,10 +26,9 @@ from p2pkv.objects import Object
 from p2pkv.ownership import Ownership
 from p2pkv.records import BucketChange
 from p2pkv.replicas import Batch, Replicas
-from p2pkv.replicated import OpKind, Talk
+from p2pkv.replicated import TALK, OpKind, decode, encode
 from p2pkv.routing import Lost, Request
 from p2pkv.stream import parse_endpoint
-from p2pkv.talker import Talker
 from p2pkv.types import Member
 from p2pkv.wire import Kind
 
@@ -56,7 +56,7 @@ class Replicator:
         learning: Learning,
         ownership: Ownership,
         driver: AsyncDriver,
-        talker: Talker,
+        sockets: Gossip,
         mover: Mover,
         authority: Authority,
         random: Random,
@@ -68,7 +68,7 @@ class Replicator:
         self._learning = learning
         self._ownership = ownership
         self._driver = driver
-        self._talker = talker
+        self._sockets = sockets
         self._mover = mover
         self._authority = authority
         self._random = random
@@ -117,7 +117,7 @@ class Replicator:
             self._send_batches(group)
         if replicas.talks:
             for talk in replicas.talk():
-                self._talker.send(talk)
+                self._sockets.send(talk.to, TALK, encode(talk))
         if replicas.proposals:
             changes, replicas.proposals = replicas.proposals, []
             group.create_task(self._propose(changes))
@@ -125,9 +125,16 @@ class Replicator:
             copies, replicas.copies = replicas.copies, []
             self._mover.start(copies, group)
 
-    def on_talk(self, talk: Talk) -> None:
-        self._replicas.take_talk(talk, clock.monotonic())
+    def take(self, frame: bytes) -> None:
+        """Small messages came from a peer. Raises ProtocolError if it is none."""
+        self._replicas.take_talk(decode(frame), clock.monotonic())
         self.wake()
+
+    def broke(self, member: Member) -> None:
+        """The connection to a peer broke: see whether it is gone."""
+        if self._group is not None and member not in self._knocking:
+            self._knocking.add(member)
+            self._group.create_task(self._knock_at(member))
 
     # -- operations
 

@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
      "etcd_watch", "discovery", "transport", "stream", "connection", "data_server",
      "data_path", "shared_memory", "published", "views", "read_link", "read_server",
      "async_path", "transfer", "ucx_transfer", "ucx_library", "ucx_memory", "ucx_peers",
-     "gossip", "talker", "liveness", "neighbours"},
+     "gossip", "liveness", "neighbours"},
     {"handlers", "journal", "learning", "ownership", "scrub"},
     {"dlpack", "cuda", "arrays", "staging", "tensors"},
     {"client", "blocking_driver", "near_cache", "async_client", "async_driver"},
