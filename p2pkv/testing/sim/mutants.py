@@ -16,7 +16,7 @@ from p2pkv.replicated import Session
 from p2pkv.replication import Discard, Follower, Replica
 from p2pkv.testing.linearizability import Kind
 
-from .clients import Served
+from .clients import NOT_HERE, Served
 from .etcd_model import EtcdModel
 
 Patch = tuple[type, str, Any]
@@ -319,6 +319,6 @@ def readstaged() -> list[Patch]:
         if self.life.may_read(self.bucket):
             self._read(Kind.GET, self.life.pending_value(self.bucket, self.key)[0])
         else:
-            self.reply("not here")
+            self.reply(NOT_HERE)
 
     return [(Served, "_get", get)]
