@@ -204,7 +204,7 @@ def test_without_the_word_of_the_old_primary_its_grants_have_to_lapse(three: Clu
 def test_the_word_of_a_primary_long_gone_does_not_shorten_the_waiting(three: Cluster) -> None:
     b = three["b"]
     three.tick()
-    three.set_record(epoch=3, primary=b.me)
+    three.set_record(epoch=3, primary=b.me, in_sync=(b.me, three["c"].me))
     for name in "bc":
         three[name].learns_record()
     three.talk("bc")
