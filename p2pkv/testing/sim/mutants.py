@@ -266,6 +266,7 @@ def releasedbyany() -> list[Patch]:
         take(self, sender, message, now)
         if self.tenure:
             self._released = self.tenure - 1
+            self.advance(now)
 
     return [(Replica, "take_stepped_down", taking)]
 
