@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from p2pkv import wire
+from p2pkv.planner import copies
 from p2pkv.records import BucketChange, Delta, NodeRecord, Versioned, View, apply
 from p2pkv.types import BucketId, Member, NodeId, Revision
 
@@ -76,11 +77,15 @@ class Ownership:
     # -- what follows
 
     def affirmations(self) -> list[BucketChange]:
-        """The records that name us as primary, to be written again as they are."""
+        """The records that name us as holding a copy, to be written again as they are.
+
+        Not those that name us as primary alone: with a backup that counts as alive again, its
+        primary may serve.
+        """
         return [
             BucketChange(bucket, versioned.mod_revision, versioned.record)
             for bucket, versioned in self.view.buckets.items()
-            if versioned.record.primary == self.me
+            if self.me in copies(versioned.record)
         ]
 
     @property
