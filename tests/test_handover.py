@@ -15,7 +15,7 @@ from p2pkv import handover, wire
 from p2pkv.arena import Arena
 from p2pkv.errors import ProtocolError
 from p2pkv.handover import Cut, Failed, Incoming, NotYet
-from p2pkv.objects import Pin, State
+from p2pkv.objects import State
 from p2pkv.replicated import Session
 from p2pkv.replication import Copy
 from p2pkv.routing import Exchange, Lost, Reply
@@ -381,13 +381,9 @@ def test_a_refusal_of_the_whole_request_ends_the_attempt(peers: Peers) -> None:
 
 def test_a_copy_that_is_not_wanted_any_more_ends_at_the_cut(peers: Peers) -> None:
     peers.put(KEYS[0], b"1")
-
-    def planned_elsewhere() -> None:
-        peers.cluster.write(BUCKET, assigned=(A.node,), primary=A, epoch=2)
-
+    copy = peers.wanted()
+    peers.cluster.write(BUCKET, assigned=(A.node,), primary=A, epoch=2)
     with pytest.raises(Failed, match="not wanted"):
-        copy = peers.wanted()
-        planned_elsewhere()
         peers.drive(copy=copy)
     assert peers.source.store.buckets[BUCKET].dirty is None
     assert peers.source.get(KEYS[0]) == [b"1"]
