@@ -12,6 +12,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
+import msgspec
+
 from p2pkv import clock, wire
 from p2pkv.async_driver import AsyncDriver
 from p2pkv.authority import Authority
@@ -26,7 +28,7 @@ from p2pkv.objects import Object
 from p2pkv.ownership import Ownership
 from p2pkv.records import BucketChange
 from p2pkv.replicas import Batch, Replicas
-from p2pkv.replicated import TALK, OpKind, decode, encode
+from p2pkv.replicated import TALK, OpKind, Prepare, decode, encode
 from p2pkv.routing import Lost, Request
 from p2pkv.stream import parse_endpoint
 from p2pkv.types import Member
@@ -43,6 +45,8 @@ CONTACT_MAX_NS = 2 * clock.SECOND_NS
 SILENT_BEACONS = 2.5
 """A peer that was not heard of for so many beacon intervals is knocked at."""
 KNOCK_TIMEOUT_S = 0.25
+OP_BYTES_MAX = 2 * 1024 + 64
+"""What one operation takes of a head, at most."""
 RETRY_NS = 50 * clock.MILLISECOND_NS
 
 
@@ -142,13 +146,18 @@ class Replicator:
         now = clock.monotonic()
         busy = {m for m, n in self._under_way.items() if n >= BATCHES_MAX}
         busy |= {m for m, until in self._not_before.items() if until > now}
-        for batch in self._replicas.batches(now, busy):
-            self._under_way[batch.to] = self._under_way.get(batch.to, 0) + 1
-            # Held from now on: before the task runs, what is committed may be overwritten and gone.
-            puts = (e.staged for e in batch.entries if e.op.kind == OpKind.PUT)
-            held = [item for item in puts if isinstance(item, Object)]
-            self._store.acquire_batch(held)
-            group.create_task(self._send(batch, held))
+        limits = self._config.limits
+        for whole in self._replicas.batches(now, busy):
+            for batch in fitting(whole, limits.message_bytes_max, limits.head_bytes_max):
+                self._begin(batch, group)
+
+    def _begin(self, batch: Batch, group: asyncio.TaskGroup) -> None:
+        self._under_way[batch.to] = self._under_way.get(batch.to, 0) + 1
+        # Held from now on: before the task runs, what is committed may be overwritten and gone.
+        puts = (e.staged for e in batch.entries if e.op.kind == OpKind.PUT)
+        held = [item for item in puts if isinstance(item, Object)]
+        self._store.acquire_batch(held)
+        group.create_task(self._send(batch, held))
 
     async def _send(self, batch: Batch, held: list[Object]) -> None:
         """``held``: the values that go along, of which we have a token each."""
@@ -258,3 +267,40 @@ class Replicator:
             await asyncio.sleep(self._config.beacon_s / 2)
         finally:
             self._knocking.discard(member)
+
+
+def fitting(batch: Batch, bytes_max: int, head_bytes_max: int) -> list[Batch]:
+    """The batch in parts of which each fits a message, unless it is one value that does not."""
+    entries = batch.entries
+    small = len(entries) * OP_BYTES_MAX <= head_bytes_max
+    if small and sum([entry.op.size for entry in entries]) <= bytes_max:
+        return [batch]
+    parts: list[Batch] = []
+    room = head_room = 0
+    left = iter(entries)
+    for prepare in batch.prepares:
+        begins: list[int] = []
+        for i, op in enumerate(prepare.ops):
+            if not parts or op.size > room or head_room < OP_BYTES_MAX:
+                parts.append(Batch(batch.to, [], []))
+                room, head_room = bytes_max, head_bytes_max
+                begins.append(i)
+            elif not i:
+                begins.append(i)
+            room -= op.size
+            head_room -= OP_BYTES_MAX
+            parts[-1].entries.append(next(left))
+        ends = [*begins[1:], len(prepare.ops)]
+        for part, start, end in zip(parts[-len(begins) :], begins, ends, strict=True):
+            part.prepares.append(_cut(prepare, start, end))
+    return parts
+
+
+def _cut(prepare: Prepare, start: int, end: int) -> Prepare:
+    """The operations from ``start`` to ``end`` alone."""
+    return msgspec.structs.replace(
+        prepare,
+        first=prepare.first + start,
+        ops=prepare.ops[start:end],
+        origins=prepare.origins[start:end],
+    )

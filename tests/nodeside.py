@@ -13,6 +13,8 @@ from p2pkv.handlers import Handlers
 from p2pkv.journal import Journal
 from p2pkv.records import BucketRecord, Versioned
 from p2pkv.replicas import Pace, Replicas
+from p2pkv.replicated import Grant, NewEpochAck, PrepareAck, Talk
+from p2pkv.replicated import Session as InStep
 from p2pkv.replication import Settings
 from p2pkv.sessions import Response, Session, Sessions
 from p2pkv.store import Store
@@ -48,13 +50,14 @@ def make_replicas(
     me: Member = A,
     members: Sequence[Member] = (A, B, C),
     may_grant: Callable[[int], bool] = lambda now: True,
+    lease_ns: int = 500 * MS,
     **settings: Any,
 ) -> tuple[Journal, Replicas]:
     """The replicas of one node, and the journal that they change."""
     journal = Journal(store, sessions, lambda: 1)
     registered = {member.node: member for member in members}
     journal.replicas = Replicas(
-        Settings(me=me, **settings), Pace(), 500 * MS, journal, registered.get, may_grant
+        Settings(me=me, **settings), Pace(), lease_ns, journal, registered.get, may_grant
     )
     return journal, journal.replicas
 
@@ -108,7 +111,7 @@ class Host:
             answers_max=8,
         )
         self.fenced = False
-        self.journal, self.replicas = make_replicas(self.store, self.sessions)
+        self.journal, self.replicas = make_replicas(self.store, self.sessions, lease_ns=3600 * S)
         self.replicas.adopt({BucketId(b): owned(A) for b in range(self.BUCKETS)}, 1)
         self.handlers = Handlers(
             A, self.journal, limits, self.BUCKETS,
@@ -118,6 +121,30 @@ class Host:
         self.session = self.open_session(b"c", b"1")
         self._requests = 0
         self.now = 1
+
+    def share(self, *buckets: int, now: int = S) -> None:
+        """B has a copy of these in sync, and grants their reads for an hour. To be called once."""
+        record = owned(A, B, epoch=2, revision=2)
+        self.replicas.adopt({BucketId(b): record for b in buckets}, now)
+        acks = [NewEpochAck(b, 2, 0, InStep(2)) for b in buckets]
+        self.replicas.take_talk(Talk(B, A, new_epoch_acks=acks), now)
+        self.replicas.tick(now)
+        [beacon] = [talk.beacon for talk in self.replicas.talk() if talk.beacon]
+        self.replicas.take_talk(Talk(B, A, grant=Grant(beacon.sent_ns)), now)
+
+    @property
+    def under_way(self) -> int:
+        """Writes that wait for B."""
+        return sum(len(r.log) for r in self.replicas.by_bucket.values())
+
+    def acknowledge(self, now: int = 1) -> None:
+        """B has got everything that it was to get."""
+        for batch in self.replicas.batches(now):
+            acks = [
+                PrepareAck(p.bucket, p.epoch, p.first + len(p.ops) - 1, InStep(2))
+                for p in batch.prepares
+            ]
+            self.replicas.take_prepare_acks(B, acks, now)
 
     def open_session(self, client: bytes, session: bytes, now: int = 1) -> Session:
         made = self.sessions.begin(client.ljust(9, b".") + session.ljust(7, b"."), None, now)

@@ -387,7 +387,8 @@ def keys_in(bucket: int, number: int, name: str = "k") -> list[bytes]:
 
 def same(copied: Content, was: Content, tolerance_ns: int = MS) -> None:
     """Equal, but for the milliseconds of a time to live."""
-    assert copied.keys() == was.keys()
+    differing = copied.keys() ^ was.keys()
+    assert not differing, f"{differing} are only in one of the two"
     for key, (value, expires, *rest) in copied.items():
         old_value, old_expires, *old_rest = was[key]
         assert value == old_value, key

@@ -437,6 +437,77 @@ async def test_a_put_that_ran_on_another_connection_meanwhile_does_not_run_again
     assert node.store.stats().allocated == 0
 
 
+# -- writes that wait for other nodes
+
+
+@pytest.fixture
+def shared(node: DataNode) -> DataNode:
+    """Its buckets have a second copy each, which acknowledges when the test says so."""
+    node.host.share(*range(node.host.BUCKETS), now=monotonic())
+    return node
+
+
+async def test_a_late_answer_leaves_when_it_is_there_and_earlier_ones_do_not_wait_for_it(
+    shared: DataNode,
+) -> None:
+    async with Greeted(shared) as raw:
+        await raw.send(put_of(b"k", b"1", 5))
+        head = await raw.ask(Kind.PING, 6, wire.Empty())
+        assert (head.kind, head.request) == (Kind.PONG, 6)
+        shared.host.acknowledge(monotonic())
+        head, _ = await raw.receive()
+        assert (head.request, head.body) == (5, wire.Statuses(b"", bytes([2])))
+
+
+async def test_a_repeat_on_another_connection_joins_a_write_that_is_under_way(
+    shared: DataNode,
+) -> None:
+    async with Greeted(shared) as first, Greeted(shared) as second:
+        await first.send(put_of(b"k", b"1", 5))
+        await until(lambda: shared.host.under_way, "the put is under way")
+        await second.send(put_of(b"k", b"1", 5))
+        await second.ask(Kind.PING, 6, wire.Empty())
+        shared.host.acknowledge(monotonic())
+        for raw in (first, second):
+            head, _ = await raw.receive()
+            assert (head.request, head.body.copies) == (5, bytes([2]))
+    puts = [b for b in shared.host.replicas.by_bucket.values() if b.last]
+    assert [b.last for b in puts] == [1]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_connection_that_is_gone_before_the_answer_does_no_harm(
+    shared: DataNode, reset: bool
+) -> None:
+    async with Greeted(shared) as raw:
+        await raw.send(put_of(b"k", b"1", 5))
+        await until(lambda: shared.host.under_way, "the put is under way")
+        if reset:
+            linger = struct.pack("ii", 1, 0)
+            raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    await until(lambda: len(shared.server) == 0, "the connection is closed")
+    shared.host.acknowledge(monotonic())
+    async with Greeted(shared) as raw:
+        await raw.send(put_of(b"k", b"1", 5))
+        assert (await raw.receive())[0].body.copies == bytes([2])
+        assert (await raw.ask(Kind.GET, 7, GET)).body.sizes == [1]
+
+
+async def test_a_late_answer_to_who_does_not_read_waits_in_its_turn(shared: DataNode) -> None:
+    async with Greeted(shared, receive_buffer=64 * KIB) as raw:
+        await raw.send(put_of(b"large", bytes(512 * KIB), 4))
+        await until(lambda: shared.host.under_way, "the put is under way")
+        shared.host.acknowledge(monotonic())
+        await raw.receive()
+        await raw.send(put_of(b"k", b"1", 5))
+        get = message(Kind.GET, 6, 0, wire.Get([b"large"]), 0)
+        await raw.send(get * 8)
+        await peers_with(shared, lambda peer: peer._outgoing)
+        shared.host.acknowledge(monotonic())
+        heads = [(await raw.receive())[0] for _ in range(9)]
+        assert sorted(head.request for head in heads) == [5] + [6] * 8
+
+
 # -- those who are slow, and the others
 
 

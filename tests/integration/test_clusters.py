@@ -56,7 +56,7 @@ def test_a_second_process_with_the_same_node_id_is_refused(cluster: Cluster) -> 
         kv.put("kept", b"1")
         second = cluster.add_node("n0", wait=False)
         assert second.wait() == 2
-        assert "ConfigError" in second.log()
+        assert "NodeIdInUse" in second.log()
         assert "'n0'" in second.log()
         assert second.arenas == []
         assert kv.get("kept") == b"1"

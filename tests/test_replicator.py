@@ -1,0 +1,75 @@
+"""What one peer has to be told goes in messages that it takes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from nodeside import B
+
+from p2pkv.replicas import Batch
+from p2pkv.replicated import Op, OpKind, Prepare
+from p2pkv.replication import Entry
+from p2pkv.replicator import OP_BYTES_MAX, fitting
+
+HEAD = 100 * OP_BYTES_MAX
+
+
+def batch(*sizes: list[int], origins: bool = False) -> Batch:
+    """PUTs of these sizes, one list for each bucket."""
+    prepares, entries = [], []
+    for bucket, some in enumerate(sizes):
+        ops = [Op(int(OpKind.PUT), b"%d-%d" % (bucket, i), size) for i, size in enumerate(some)]
+        first = 10 * bucket + 1
+        prepares.append(
+            Prepare(bucket, 5, first - 1, first, ops, [4] * len(ops) if origins else [])
+        )
+        entries += [Entry(first + i, 5, op, None) for i, op in enumerate(ops)]
+    return Batch(B, prepares, entries)
+
+
+def sizes_of(part: Batch) -> list[int]:
+    return [op.size for prepare in part.prepares for op in prepare.ops]
+
+
+def test_a_batch_within_the_limits_stays_as_it_is() -> None:
+    whole = batch([10, 20], [30])
+    assert fitting(whole, 60, HEAD) == [whole]
+
+
+def test_values_over_the_limit_together_go_in_several_messages() -> None:
+    parts = fitting(batch([10, 20], [30, 40], [50]), 60, HEAD)
+    assert [sizes_of(part) for part in parts] == [[10, 20, 30], [40], [50]]
+    assert [[p.bucket for p in part.prepares] for part in parts] == [[0, 1], [1], [2]]
+    assert [p.first for part in parts for p in part.prepares] == [1, 11, 12, 21]
+
+
+def test_a_value_that_fits_no_message_goes_alone() -> None:
+    parts = fitting(batch([10, 99, 10]), 60, HEAD)
+    assert [sizes_of(part) for part in parts] == [[10], [99], [10]]
+
+
+def test_many_operations_do_not_make_a_head_too_large() -> None:
+    parts = fitting(batch([0] * 5, [0] * 5), 60, 4 * OP_BYTES_MAX)
+    assert [len(part.entries) for part in parts] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_parts_make_the_whole_in_its_order(seed: int) -> None:
+    print("seed", seed)
+    rand = random.Random(seed)
+    sizes = [
+        [rand.choice([0, 5, 30, 61, 99]) for _ in range(rand.randint(1, 8))]
+        for _ in range(rand.randint(1, 4))
+    ]
+    whole = batch(*sizes, origins=rand.random() < 0.5)
+    parts = fitting(whole, 60, rand.randint(1, 6) * OP_BYTES_MAX)
+    assert [e for part in parts for e in part.entries] == whole.entries
+    for part in parts:
+        assert [op for p in part.prepares for op in p.ops] == [e.op for e in part.entries]
+        assert [p.first + i for p in part.prepares for i in range(len(p.ops))] == [
+            e.seq for e in part.entries
+        ]
+        assert all(len(p.origins) in (0, len(p.ops)) for p in part.prepares)
+        assert all(p.ops for p in part.prepares)
+        assert len(part.entries) == 1 or sum(sizes_of(part)) <= 60
