@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 import p2pkv
 from p2pkv import cuda, staging
 from p2pkv.arena import SHM_DIRECTORY
+from p2pkv.buffers import address_of
 from p2pkv.config import ClientConfig, Limits
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing.fakecuda import FakeCuda
@@ -64,8 +65,12 @@ class Gpu(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def plain_memory(self) -> AbstractContextManager[None]:
+        """Copies from and to memory that is not pinned are made meanwhile."""
+        return nullcontext()
 
-class TorchGpu:
+
+class TorchGpu(Gpu):
     """Bytes as uint8 tensors of torch."""
 
     def __init__(self) -> None:
@@ -113,7 +118,7 @@ class TorchGpu:
         self.torch.cuda.synchronize()
 
 
-class CupyGpu:
+class CupyGpu(Gpu):
     """Bytes as uint8 arrays of cupy."""
 
     def __init__(self) -> None:
@@ -156,7 +161,7 @@ class CupyGpu:
         self.cupy.cuda.runtime.deviceSynchronize()
 
 
-class FakeGpu:
+class FakeGpu(Gpu):
     """Host memory in a GPU's clothes: everything but the hardware."""
 
     def __init__(self, fake: FakeCuda) -> None:
@@ -191,6 +196,9 @@ class FakeGpu:
     def synchronize(self) -> None:
         for stream in (1, 7):
             self.fake.mark(0, stream)()
+
+    def plain_memory(self) -> AbstractContextManager[None]:
+        return self.fake.plain_memory()
 
 
 class Report:
@@ -243,11 +251,11 @@ def check_copies(gpu: Gpu, size: int, report: Report) -> tuple[float, float]:
     device, address, stream = gpu.place(tensor)
 
     def down(memory: memoryview) -> None:
-        driver.to_host(device, memory, address, stream)
+        driver.gather(device, [(address_of(memory), address, size)], stream)
         driver.mark(device, stream)()
 
     def up(memory: memoryview) -> None:
-        driver.to_device(device, address, memory, stream)
+        driver.scatter(device, [(address_of(memory), address, size)], stream)
         driver.mark(device, stream)()
 
     def both(memory: memoryview) -> tuple[float, float]:
@@ -258,7 +266,8 @@ def check_copies(gpu: Gpu, size: int, report: Report) -> tuple[float, float]:
 
     limits = both(driver.pinned(size))
     report.add("copy, pinned memory", size, to_host=limits[0], to_device=limits[1])
-    to_host, to_device = both(memoryview(bytearray(size)))
+    with gpu.plain_memory():
+        to_host, to_device = both(memoryview(bytearray(size)))
     report.add("copy, plain memory", size, to_host=to_host, to_device=to_device)
     with mmap.mmap(-1, size) as shared, memoryview(shared) as view:
         end = driver.register_host(view)

@@ -6,13 +6,14 @@ import json
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from p2pkv import staging
+from p2pkv.cuda import Run
 from p2pkv.testing.fakecuda import FakeCuda
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "check_gpu.py"
@@ -61,7 +62,7 @@ class Forgetful(FakeCuda):
 class Lazy(FakeCuda):
     """Does not copy to the host."""
 
-    def to_host(self, device: int, target: memoryview, address: int, stream: int) -> None:
+    def gather(self, device: int, runs: Sequence[Run], stream: int) -> None:
         pass
 
 
