@@ -113,3 +113,10 @@ def of(mapping: Mapped) -> GpuArena:
     made = _known[mapping] = GpuArena(mapping.view, driver)
     weakref.finalize(mapping, made.end)
     return made
+
+
+def forget() -> None:
+    """End all registrations; what is used again is registered again."""
+    for known in list(_known.values()):
+        known.end()
+    _known.clear()
