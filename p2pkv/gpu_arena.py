@@ -8,14 +8,17 @@ and hypervisors let nobody pin shared memory) everything goes through ``staging`
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from tempfile import TemporaryFile
 from typing import Protocol
 
 from p2pkv import cuda
+from p2pkv.arena import SHM_DIRECTORY
 from p2pkv.buffers import address_of
 from p2pkv.cuda import Driver, Run
 from p2pkv.errors import DeviceError
@@ -24,6 +27,9 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 20
 """To pin that much takes some tens of milliseconds."""
+
+
+TRIAL_BYTES = 2 << 20
 
 
 class Mapped(Protocol):
@@ -113,6 +119,18 @@ def of(mapping: Mapped) -> GpuArena:
     made = _known[mapping] = GpuArena(mapping.view, driver)
     weakref.finalize(mapping, made.end)
     return made
+
+
+def trial() -> None:
+    """Registers a little shared memory, as the memory of nodes is, and ends that.
+
+    Raises ConfigError where there is no driver, DeviceError where it refuses.
+    """
+    driver = cuda.driver()
+    with TemporaryFile(dir=SHM_DIRECTORY) as file:
+        file.truncate(TRIAL_BYTES)
+        with mmap.mmap(file.fileno(), TRIAL_BYTES) as memory, memoryview(memory) as view:
+            driver.register_host(view)()
 
 
 def forget() -> None:
