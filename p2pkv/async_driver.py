@@ -62,6 +62,7 @@ class _Peer:
 
     def __init__(
         self,
+        to: Peer,
         link: Link,
         session: ClientSession,
         config: ClientConfig,
@@ -70,6 +71,7 @@ class _Peer:
         published: Published,
     ) -> None:
         self.path: AsyncPath | None = None
+        self._to = to
         self.link = link
         self._session = session
         self._config = config
@@ -203,7 +205,7 @@ class _Peer:
                 link.welcome, self._session, self._config.limits, shared, self, self._off_loop
             )
             if path.arena is not None:
-                self._published.add(path.arena.path, path.arena.index)
+                self._published.add(self._to, path.arena)
         except (OSError, ValueError):
             self._no_data_before = monotonic() + NO_DATA_NS
         return self.path
@@ -413,7 +415,7 @@ class AsyncDriver:
             link = Link(self._context, endpoint, session, self._hello, self._config.limits)
             data = not ring and self._config.path != "zmq"
             peer = self._peers[to] = _Peer(
-                link, session, self._config, data, self._off_loop, self._published
+                to, link, session, self._config, data, self._off_loop, self._published
             )
         return peer
 

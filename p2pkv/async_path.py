@@ -401,7 +401,7 @@ class AsyncPath(Connection):
             self._ask(put.commit(call.request, self._session), call, call.request)
 
     def _copy(self, call: Call, job: SharedPut | LocatedValues, done: Callable[[], None]) -> None:
-        if job.nbytes < OFF_LOOP_MIN:
+        if job.nbytes < OFF_LOOP_MIN and not job.waits:
             job.run()
             done()
             return

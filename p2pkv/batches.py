@@ -14,7 +14,7 @@ from p2pkv.errors import OutOfRange, ProtocolError, QuotaExceeded, TooLarge
 from p2pkv.keyed import Keyed
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts, cut, fill, flat, sizes_of
-from p2pkv.routing import Reply, Request
+from p2pkv.routing import Reply, Request, Source
 from p2pkv.types import Member
 from p2pkv.wire import Checksums, Kind, PutOptions, Status
 
@@ -377,6 +377,31 @@ class PutBatch(Keyed):
             super().settle(item, status)
             if status == Status.CORRUPT and self.checksums:
                 self.corrupt.append(item)
+
+
+class PutFromSource(PutBatch):
+    """Puts values that are not in host memory; they are brought there only if they must."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        buckets: Sequence[int],
+        sizes: list[int],
+        source: Source,
+        options: PutOptions,
+        checksums: bool = False,
+    ) -> None:
+        super().__init__(keys, buckets, (), options, checksums)
+        self.sizes = sizes
+        self.source = source
+
+    def request(self, to: Member, items: Sequence[int]) -> Request:
+        sizes = [self.sizes[i] for i in items]
+        request = Request(to, Kind.PUT, wire.Put(self.keys_of(items), sizes, self.options))
+        request.source = self.source.part(items)
+        if self.checksums:
+            request.seal = lambda: _seal(request, wire.gathered(request.payload, sizes))
+        return request
 
 
 def _seal(request: Request, values: Sequence[Parts]) -> None:

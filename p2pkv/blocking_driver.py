@@ -153,7 +153,7 @@ class Channel:
             return None
         self._data[peer] = path
         if path.arena is not None:
-            self._published.add(path.arena.path, path.arena.index)
+            self._published.add(peer, path.arena)
         return path
 
     def _exchange_control(self, requests: Sequence[Request], deadline_ns: int) -> list[Answer]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -19,7 +19,12 @@ from p2pkv.errors import ConfigError, DeviceError
 LEGACY_STREAM = 1
 _DEVICE_ORDINAL = 9
 _PORTABLE = 1
+_MAPPED = 2
 _DISABLE_TIMING = 2
+
+
+Run = tuple[int, int, int]
+"""A copy: address in host memory, address on the GPU, bytes."""
 
 
 class Driver(Protocol):
@@ -33,12 +38,15 @@ class Driver(Protocol):
         """Host memory that GPUs reach without a detour. It is given back with its last view."""
         ...
 
-    def to_host(self, device: int, target: memoryview, address: int, stream: int) -> None:
-        """Begin to copy from a GPU, after all that was put on the stream before."""
+    def gather(self, device: int, runs: Sequence[Run], stream: int) -> None:
+        """Begin to copy from a GPU, after all that was put on the stream before.
+
+        The host memory must stay until that is done, also when an error is raised.
+        """
         ...
 
-    def to_device(self, device: int, address: int, source: memoryview, stream: int) -> None:
-        """Begin to copy to a GPU, before all that is put on the stream afterwards."""
+    def scatter(self, device: int, runs: Sequence[Run], stream: int) -> None:
+        """Begin to copy to a GPU, before all that is put on the stream afterwards. See above."""
         ...
 
     def mark(self, device: int, stream: int) -> Callable[[], None]:
@@ -46,7 +54,10 @@ class Driver(Protocol):
         ...
 
     def register_host(self, view: memoryview) -> Callable[[], None]:
-        """Let GPUs reach host memory without a detour. Returns what ends that."""
+        """Let GPUs reach host memory without a detour. Returns what ends that.
+
+        That is to be done before the memory is unmapped. No copy may go beyond the view.
+        """
         ...
 
 
@@ -81,25 +92,19 @@ class CudaDriver:
         with suppress(DeviceError), self._on(0):  # at the end of the program it may be gone
             self._call("cuMemFreeHost", place)
 
-    def to_host(self, device: int, target: memoryview, address: int, stream: int) -> None:
+    def gather(self, device: int, runs: Sequence[Run], stream: int) -> None:
+        on, size, number = ctypes.c_void_p(stream), ctypes.c_size_t, ctypes.c_uint64
         with self._on(device):
-            self._call(
-                "cuMemcpyDtoHAsync_v2",
-                ctypes.c_void_p(address_of(target)),
-                ctypes.c_uint64(address),
-                ctypes.c_size_t(len(target)),
-                ctypes.c_void_p(stream),
-            )
+            for host, address, n in runs:
+                place = ctypes.c_void_p(host)
+                self._call("cuMemcpyDtoHAsync_v2", place, number(address), size(n), on)
 
-    def to_device(self, device: int, address: int, source: memoryview, stream: int) -> None:
+    def scatter(self, device: int, runs: Sequence[Run], stream: int) -> None:
+        on, size, number = ctypes.c_void_p(stream), ctypes.c_size_t, ctypes.c_uint64
         with self._on(device):
-            self._call(
-                "cuMemcpyHtoDAsync_v2",
-                ctypes.c_uint64(address),
-                ctypes.c_void_p(address_of(source)),
-                ctypes.c_size_t(len(source)),
-                ctypes.c_void_p(stream),
-            )
+            for host, address, n in runs:
+                place = ctypes.c_void_p(host)
+                self._call("cuMemcpyHtoDAsync_v2", number(address), place, size(n), on)
 
     def mark(self, device: int, stream: int) -> Callable[[], None]:
         event = ctypes.c_void_p()
@@ -118,7 +123,7 @@ class CudaDriver:
         place = ctypes.c_void_p(address_of(view))
         with self._on(0):
             size = ctypes.c_size_t(len(view))
-            self._call("cuMemHostRegister_v2", place, size, ctypes.c_uint(_PORTABLE))
+            self._call("cuMemHostRegister_v2", place, size, ctypes.c_uint(_PORTABLE | _MAPPED))
 
         def end() -> None:
             with self._on(0):
@@ -161,6 +166,33 @@ class _Owned:
 
     def __del__(self) -> None:
         self._end()
+
+
+def wait_for(streams: Iterable[tuple[int, int]]) -> None:
+    """Until all is done that is on these streams (device, stream). Raises DeviceError.
+
+    All are waited for, also if one of them fails.
+    """
+    failed: DeviceError | None = None
+    for wait in [_marked(*stream) for stream in streams]:
+        try:
+            wait()
+        except DeviceError as e:
+            failed = e
+    if failed is not None:
+        raise failed
+
+
+def _marked(device: int, stream: int) -> Callable[[], None]:
+    try:
+        return driver().mark(device, stream)
+    except DeviceError as e:
+        failure = e
+
+    def wait() -> None:
+        raise failure
+
+    return wait
 
 
 _driver: Driver | None = None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from p2pkv import _native, wire
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.config import Limits
-from p2pkv.errors import ProtocolError
+from p2pkv.errors import DeviceError, ProtocolError
 from p2pkv.read_link import ReadLink, kind_of
 from p2pkv.routing import Answer, Lost, Reply, Request
 from p2pkv.shared_memory import LocatedValues, SharedArena, SharedPut, message_for
@@ -197,7 +197,7 @@ class DataExchange:
         self._waiting.setdefault(path, {})
         try:
             self._send(path, call, deadline_ns)
-        except (Closed, Late, ProtocolError) as e:
+        except (Closed, Late, ProtocolError, DeviceError) as e:
             self._waiting[path][-1 - call.index] = call
             self._lose(path, e)
 
@@ -249,7 +249,7 @@ class DataExchange:
             call = waiting.pop(id, None)
             if call is not None:
                 self._take(path, call, reply, deadline_ns)
-        except (Closed, Late, ProtocolError) as e:
+        except (Closed, Late, ProtocolError, DeviceError) as e:
             self._lose(path, e)
             return
         if not waiting:

@@ -676,8 +676,7 @@ class Node:
         """A request of this process to its own node."""
         assert self._own_session is not None
         now = clock.monotonic()
-        if request.seal is not None:
-            request.seal()
+        request.prepare()
         body: Any = request.body
         if request.kind == Kind.GET and body.checksums == Checksums.SENT:
             body = msgspec.structs.replace(body, checksums=Checksums.NONE)  # nothing is sent

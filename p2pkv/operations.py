@@ -33,6 +33,7 @@ from p2pkv.batches import (
     Make,
     MatchBatch,
     PutBatch,
+    PutFromSource,
     ViewBatch,
 )
 from p2pkv.checking import recheck
@@ -43,7 +44,7 @@ from p2pkv.keyed import keyed
 from p2pkv.memory import RegisteredMemory
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts
-from p2pkv.routing import Context, Location, Operation, Reply, Request, Router
+from p2pkv.routing import Context, Location, Operation, Place, Reply, Request, Router, Source
 from p2pkv.scanning import ScanCursor
 from p2pkv.types import Member
 from p2pkv.wire import Checksums, Kind, PutOptions, Status
@@ -111,6 +112,24 @@ class Operations:
         if published is None or self._reading == Checksums.ALL:
             return [None] * len(keys)
         return published.get(keys) if targets is None else published.get_into(keys, targets)
+
+    def places(self, keys: list[bytes]) -> list[Place | None]:
+        """Where values lie in memory of this host, as far as it can be told without asking.
+
+        None of them if values are to be compared with their checksums.
+        """
+        published = self.router.published
+        if published is None or self._reading == Checksums.ALL:
+            return [None] * len(keys)
+        return published.places(keys)
+
+    def memories(self, keys: list[bytes]) -> list[Any]:
+        """The memory of each key's owner, where it is on this host; else None."""
+        table, published = self.router.table, self.router.published
+        if table is None or published is None or self.router.silent:
+            return [None] * len(keys)
+        owners = [table.owner(bucket) for bucket in ring.buckets_of(keys, table.bucket_count)]
+        return [None if owner is None else published.memory_of(owner) for owner in owners]
 
     def _read_plain(self, keys: Any, targets: Any) -> list[Any] | None:
         """``_read`` of arguments that nobody has checked: what is wrong with them is not read.
@@ -363,6 +382,21 @@ class Operations:
         if len(parts) != len(encoded):
             raise InvalidArgument(f"values: {len(parts)} for {len(encoded)} keys")
         return _batch((yield from self._put(encoded, parts, options, timeout)))
+
+    def batch_put_source(
+        self,
+        keys: list[bytes],
+        sizes: list[int],
+        source: Source,
+        options: PutOptions,
+        timeout: float | None = None,
+    ) -> Operation[list[int]]:
+        """``batch_put`` of values of up to ``message_bytes_max`` that are not in host memory."""
+        ctx = self.context(timeout)
+        buckets = yield from self._buckets(ctx, keys)
+        op = PutFromSource(keys, buckets, sizes, source, options, self._writing)
+        yield from _run_put(ctx, op)
+        return _batch(op.results)
 
     def _put(
         self,

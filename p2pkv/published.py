@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from typing import Any, Final
 
-from p2pkv._native.index import Map, Reader
+from p2pkv._native.index import Reader
+from p2pkv.routing import Peer, Place
+from p2pkv.shared_memory import SharedArena
 
 ANY_BYTES: Final = 1 << 62
 
@@ -17,40 +19,47 @@ ANY_BYTES: Final = 1 << 62
 class Published:
     """The indexes that a client has mapped. For any thread."""
 
-    __slots__ = ("_bytes_max", "_lock", "_maps", "_reader", "asks", "hits")
+    __slots__ = ("_arenas", "_bytes_max", "_lock", "_reader", "asks", "hits")
 
     def __init__(self, bytes_max: int = ANY_BYTES) -> None:
         """``bytes_max``: values of more bytes together are left to their owners."""
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
-        self._maps: dict[str, Map] = {}
+        self._arenas: dict[Peer, SharedArena] = {}
         self._reader: Reader | None = None
         self.hits = 0
         """Keys that were answered here. Approximate where threads count at once."""
         self.asks = 0
         """Keys that were left to their owners."""
 
-    def add(self, name: str, found: Map | None) -> None:
-        """From here on the index is looked at; those of nodes that have ended no more."""
+    def add(self, peer: Peer, arena: SharedArena) -> None:
+        """From here on the index of this node is looked at; those that have ended no more."""
         with self._lock:
-            maps = {n: m for n, m in self._maps.items() if m.alive}
-            if found is not None and found.alive:
-                maps.setdefault(name, found)
-            self._maps = maps
-            self._reader = Reader(list(maps.values())) if maps else None
+            self._arenas[peer] = arena
+            self._look()
 
     def prune(self) -> None:
         """Those of nodes that have ended are looked at no more."""
-        self.add("", None)
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
+        self._arenas = {
+            peer: arena
+            for peer, arena in self._arenas.items()
+            if arena.index is not None and arena.index.alive
+        }
+        maps = [arena.index for arena in self._arenas.values() if arena.index is not None]
+        self._reader = Reader(maps) if maps else None
 
     def clear(self) -> None:
         """Everything is left to its owner."""
         with self._lock:
-            self._maps = {}
+            self._arenas = {}
             self._reader = None
 
     def __len__(self) -> int:
-        return len(self._maps)
+        return len(self._arenas)
 
     def exists(self, keys: list[Any]) -> bytes:
         """For each key, str or bytes, 1: it is there; 0: ask. Empty: there is no index."""
@@ -78,6 +87,21 @@ class Published:
         sizes = reader.get_into(keys, targets, self._bytes_max)
         self._count(len(keys), sizes.count(None))
         return sizes
+
+    def places(self, keys: list[bytes]) -> list[Place | None]:
+        """Where the values lie; None: ask."""
+        with self._lock:
+            reader, arenas = self._reader, list(self._arenas.values())
+        if reader is None:
+            return [None] * len(keys)
+        found = reader.places(keys)
+        self._count(len(keys), found.count(None))
+        return [None if at is None else Place(arenas[at[0]], *at[1:]) for at in found]
+
+    def memory_of(self, peer: Peer) -> SharedArena | None:
+        """The memory of this node, if it is looked at."""
+        arena = self._arenas.get(peer)
+        return arena if arena is not None and arena.index and arena.index.alive else None
 
     def _count(self, keys: int, asked: int) -> None:
         self.asks += asked

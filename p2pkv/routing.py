@@ -48,6 +48,22 @@ Sink = Callable[[wire.Values], Sequence[Parts]]
 """Tells where the values of an answer go: for each memory of exactly its size."""
 
 
+class Source(Protocol):
+    """The values of a request that are not in host memory."""
+
+    def part(self, items: Sequence[int]) -> Source:
+        """Those of these numbers. Raises DeviceError if they could not be read before."""
+
+    def staged(self) -> Sequence[memoryview]:
+        """They, brought to host memory. Raises DeviceError."""
+
+    def write(self, memory: Any, made: Sequence[int], offsets: Sequence[int]) -> None:
+        """Copy those of these numbers to where a node on this host made room in its memory.
+
+        All has arrived when it returns. Raises DeviceError.
+        """
+
+
 class Request:
     """A message to be sent.
 
@@ -55,7 +71,9 @@ class Request:
     may have reached the peer. Until then the operation has certainly not run.
     """
 
-    __slots__ = ("body", "direct", "id", "kind", "payload", "seal", "sent", "sink", "to", "unsure")
+    __slots__ = (
+        "body", "direct", "id", "kind", "payload", "seal", "sent", "sink", "source", "to", "unsure",
+    )  # fmt: skip
 
     def __init__(
         self, to: Peer, kind: Kind, body: wire.Body, payload: Sequence[wire.Buffer] = ()
@@ -74,6 +92,15 @@ class Request:
         the body. Not called where the driver finds them while it copies."""
         self.direct = False
         """A read that only the owner itself can answer: its published index did not."""
+        self.source: Source | None = None
+        """Where the payload is to come from, as long as it is not there."""
+
+    def prepare(self) -> None:
+        """To be called by the driver before it sends the payload."""
+        if self.source is not None and not self.payload:
+            self.payload = self.source.staged()
+        if self.seal is not None:
+            self.seal()
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -232,6 +259,16 @@ class Table:
         return groups
 
 
+class Place(NamedTuple):
+    """Where a value lies in the memory of a node on this host."""
+
+    memory: Any
+    offset: int
+    size: int
+    version: int
+    """The value's bytes are those that were copied if it is of this version still afterwards."""
+
+
 class Reads(Protocol):
     """Values that can be read without asking their owners: those of nodes on this host."""
 
@@ -243,6 +280,12 @@ class Reads(Protocol):
 
     def get_into(self, keys: list[Any], targets: list[Any]) -> list[int | None]:
         """The size of each value that is now in its target; None: ask."""
+
+    def places(self, keys: list[bytes]) -> list[Place | None]:
+        """Where the values lie; None: ask."""
+
+    def memory_of(self, peer: Peer) -> Any:
+        """The memory of this node, where it is on this host; else None."""
 
 
 class Router:

@@ -41,7 +41,7 @@ PROOF_BYTES_MIN = 16
 
 
 class SharedArena:
-    """A node's memory, mapped."""
+    """A node's memory, mapped; once in a process for all that use it."""
 
     def __init__(self, mapping: mmap.mmap, fd: int, path: str) -> None:
         self.path = path
@@ -72,8 +72,10 @@ class SharedArena:
             ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not ours or len(proof) < PROOF_BYTES_MIN or os.pread(fd, len(proof), size) != proof:
                 return None
-            arena = cls(mmap.mmap(fd, size), fd, path)
-            if index is not None and status.st_size >= index[0] + index[1]:
+            file = (status.st_dev, status.st_ino, size)
+            arena = _mapped.get(file) or cls(mmap.mmap(fd, size), fd, path)
+            arena = _mapped.setdefault(file, arena)
+            if arena.index is None and index is not None and status.st_size >= index[0] + index[1]:
                 arena.index = arena._map_index(fd, *index)
             return arena
         except (OSError, ValueError, OverflowError):
@@ -121,6 +123,10 @@ class SharedArena:
                 self.view[at : at + len(part)] = part
                 at += len(part)
 
+    def sums(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """The checksums of values that are here."""
+        return checksums_of([self.view[a : a + n] for a, n in zip(offsets, sizes, strict=True)])
+
     def read_summed(self, offsets: Sequence[int], targets: Sequence[Parts]) -> list[int]:
         """As ``read``; the checksum of each value."""
         if self._region is None:
@@ -150,6 +156,12 @@ class SharedArena:
         )
 
 
+_mapped: weakref.WeakValueDictionary[tuple[int, int, int], SharedArena] = (
+    weakref.WeakValueDictionary()
+)
+"""What this process has mapped, by device, inode and bytes."""
+
+
 def message_for(request: Request, session: ClientSession, arena: SharedArena | None) -> Request:
     """The message that carries a request: itself, or what asks for the memory's places.
 
@@ -161,8 +173,7 @@ def message_for(request: Request, session: ClientSession, arena: SharedArena | N
         put: Any = request.body
         alloc = wire.Alloc(put.keys, put.sizes, put.options, True)
         return in_other_words(request, Kind.ALLOC, alloc, session.next_number())
-    if request.seal is not None:
-        request.seal()
+    request.prepare()
     if not request.id:
         request.id = session.next_number()
     if arena is None and isinstance(request.body, wire.Open) and request.body.view:
@@ -199,10 +210,11 @@ class SharedPut:
             raise ProtocolError(f"{len(body.ids)} allocations for {len(put.keys)} keys")
         if body.statuses and len(body.statuses) != len(put.keys):
             raise ProtocolError(f"{len(body.statuses)} statuses for {len(put.keys)} keys")
-        values = wire.gathered(request.payload, put.sizes)
+        self._source = None if request.payload else request.source
+        values = [] if self._source else wire.gathered(request.payload, put.sizes)
         self.made = [i for i, id in enumerate(body.ids) if id]
         self.offsets = [body.offsets[i] for i in self.made]
-        self.values = [values[i] for i in self.made]
+        self.values = [values[i] for i in self.made] if values else []
         self.ids = [body.ids[i] for i in self.made]
         self.sizes = [put.sizes[i] for i in self.made]
         self.nbytes = sum(self.sizes)
@@ -213,8 +225,17 @@ class SharedPut:
         if not all(map(arena.holds, self.offsets, self.sizes)):
             raise ProtocolError("an allocation outside of the arena")
 
+    @property
+    def waits(self) -> bool:
+        """Whether ``run`` may wait for a GPU. It raises DeviceError then, too."""
+        return self._source is not None
+
     def run(self) -> None:
-        if self._sum:
+        if self._source is not None:
+            self._source.write(self._arena, self.made, self.offsets)
+            if self._sum:
+                self._checksums = self._arena.sums(self.offsets, self.sizes)
+        elif self._sum:
             self._checksums = self._arena.write_summed(self.offsets, self.values)
         else:
             self._arena.write(self.offsets, self.values)
@@ -257,6 +278,9 @@ class LocatedValues:
 
     Raises ProtocolError for an answer that makes no sense.
     """
+
+    waits = False
+    """Not for a GPU."""
 
     def __init__(self, arena: SharedArena, request: Request, reply: Reply) -> None:
         body: wire.Values = reply.body

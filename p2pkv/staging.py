@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from p2pkv import arrays, cuda
 from p2pkv.arrays import HOST, TensorMemory
+from p2pkv.buffers import address_of
+from p2pkv.cuda import Run
 from p2pkv.errors import P2PKVError, TensorMismatch
 from p2pkv.parts import Parts
 from p2pkv.tensor_header import TensorHeader, decode
@@ -64,8 +66,11 @@ def groups(sizes: Sequence[int], keys_max: int, bytes_max: int) -> list[slice]:
     return result
 
 
-class _Outgoing:
-    """A tensor that is to be put: in host memory already, or with its runs on a GPU."""
+class Outgoing:
+    """A tensor that is to be put: in host memory already, or with its runs on a GPU.
+
+    Raises InvalidArgument if it cannot be stored.
+    """
 
     def __init__(self, tensor: Any) -> None:
         memory = arrays.memory_of(tensor)
@@ -80,14 +85,15 @@ class _Outgoing:
 
     def begin(self, stage: memoryview) -> None:
         """Begin to copy from the GPU, behind what is under way on the tensor's stream."""
-        memory, at = self._memory, len(self._header)
-        stage[:at] = self._header
-        length, starts = memory.layout.runs()
-        for start in starts:
-            target = stage[at : at + length]
-            cuda.driver().to_host(memory.device, target, memory.address + start, memory.stream)
-            at += length
-        self.parts = stage[:at]
+        self.parts = stage[: self.staged_bytes]
+        runs = self.opened(self.parts, address_of(stage))
+        cuda.driver().gather(self._memory.device, runs, self._memory.stream)
+
+    def opened(self, value: memoryview, address: int) -> list[Run]:
+        """Write the header of the value that lies at ``address``; the copies that are left."""
+        start = len(self._header)
+        value[:start] = self._header
+        return runs_of(self._memory, address + start)
 
     @property
     def stream(self) -> tuple[int, int]:
@@ -108,11 +114,10 @@ class Uploads:
     """The values of tensors that are to be put, group by group: ``next`` until it gives None.
 
     ``abandon`` when something went wrong before.
-    Raises InvalidArgument at once for a tensor that cannot be stored.
     """
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self._all = [_Outgoing(tensor) for tensor in tensors]
+    def __init__(self, tensors: Sequence[Outgoing]) -> None:
+        self._all = tensors
         sizes = [one.staged_bytes for one in self._all]
         self.on_device = any(sizes)
         self._groups = groups(sizes, len(sizes) or 1, STAGE_BYTES)
@@ -228,7 +233,7 @@ class Downloads:
             return tensor, memory
         tensor, memory = self._outs[i], self._targets[i]
         check_same(name, header, memory)
-        if memory.header == header and not _scattered(memory):
+        if memory.header == header and not scattered(memory):
             _copy_runs(memory, data)
         else:
             _assign(tensor, header, data, memory)
@@ -260,22 +265,20 @@ def check_same(name: str, header: TensorHeader, memory: TensorMemory) -> None:
         raise TensorMismatch(f"{name}: is a tensor {header}, out is {wanted}")
 
 
-def _scattered(memory: TensorMemory) -> bool:
+def scattered(memory: TensorMemory) -> bool:
+    """Whether it has so many runs of elements that they are not copied one by one."""
     return memory.layout.reversed or len(memory.layout.runs()[1]) > DEVICE_RUNS_MAX
 
 
 def _copy_runs(memory: TensorMemory, data: memoryview) -> None:
+    cuda.driver().scatter(memory.device, runs_of(memory, address_of(data)), memory.stream)
+
+
+def runs_of(memory: TensorMemory, address: int) -> list[Run]:
+    """The copies between a GPU's tensor and its packed elements at ``address``."""
     length, starts = memory.layout.runs()
-    for at, start in zip(_steps(length), starts, strict=False):
-        source = data[at : at + length]
-        cuda.driver().to_device(memory.device, memory.address + start, source, memory.stream)
-
-
-def _steps(length: int) -> Iterator[int]:
-    at = 0
-    while True:
-        yield at
-        at += length
+    begin = memory.address
+    return [(address + i * length, begin + start, length) for i, start in enumerate(starts)]
 
 
 def _assign(out: Any, header: TensorHeader, data: memoryview, memory: TensorMemory) -> None:

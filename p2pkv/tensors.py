@@ -2,24 +2,26 @@
 
 A tensor is stored as a small header and its elements, packed in the order in which they lie in
 memory (see ``tensor_header``, ``layouts``). Host tensors are gathered from where they are and
-scattered to where they shall be; those of GPUs go through ``staging``.
+scattered to where they shall be; those of GPUs go straight from and to the memory of nodes on this
+host (``direct``), or else through pinned memory (``staging``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from p2pkv import arrays
 from p2pkv.arguments import Key, encode_keys, pairs_of, put_options
 from p2pkv.arrays import HOST, TensorMemory
+from p2pkv.direct import STAGED, DeviceValues, DirectGets, direct_puts
 from p2pkv.errors import BatchError, InvalidArgument, P2PKVError, TooLarge
 from p2pkv.operations import Operations
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Parts
 from p2pkv.routing import Operation
-from p2pkv.staging import Downloads, Uploads, check_same
+from p2pkv.staging import Downloads, Outgoing, Uploads, check_same
 from p2pkv.tensor_header import TensorHeader, decode
 from p2pkv.wire import PutOptions
 
@@ -156,6 +158,67 @@ def _single(results: list[Any]) -> Any:
     return results[0]
 
 
+class _Puts:
+    """Tensors that are to be put: which go straight to their owners, and what became of each."""
+
+    def __init__(self, ops: Operations, keys: list[bytes], tensors: Sequence[Any]) -> None:
+        self._ops = ops
+        self._keys = keys
+        self._tensors = [Outgoing(tensor) for tensor in tensors]
+        self.direct: list[int] = []
+        if any(tensor.staged_bytes for tensor in self._tensors):
+            bound = ops.limits.message_bytes_max
+            self.direct = direct_puts(self._tensors, keys, ops.memories(keys), bound)
+        self.staged = sorted(set(range(len(keys))).difference(self.direct))
+        self.uploads = Uploads([self._tensors[i] for i in self.staged])
+        self.results: list[Any] = [None] * len(keys)
+
+    def put_direct(self, options: PutOptions, timeout: float | None) -> Operation[list[Any]]:
+        tensors = [self._tensors[i] for i in self.direct]
+        sizes, source = [tensor.staged_bytes for tensor in tensors], DeviceValues(tensors)
+        return _outcomes(
+            self._ops.batch_put_source(
+                [self._keys[i] for i in self.direct], sizes, source, options, timeout
+            )
+        )
+
+    def put_staged(
+        self, items: list[int], values: list[Parts], options: PutOptions, timeout: float | None
+    ) -> Operation[list[Any]]:
+        keys = [self._keys[i] for i in items]
+        return _outcomes(self._ops.batch_put_from(keys, values, options, timeout))
+
+    def take(self, items: list[int], results: list[Any]) -> None:
+        for i, result in zip(items, results, strict=True):
+            self.results[i] = result
+
+
+class _Gets:
+    """Tensors that are to go to a GPU: straight from where they lie, as far as may be."""
+
+    def __init__(self, ops: Operations, keys: list[bytes], wanted: Wanted) -> None:
+        self._keys = keys
+        self._wanted = wanted
+        self.results: list[Any] = [STAGED] * len(keys)
+        places = ops.places(keys)
+        outs, memories = wanted.outs, wanted.memories
+        self.direct: DirectGets | None = None
+        if any(places):
+            self.direct = DirectGets(keys, places, outs, memories, wanted.framework, wanted.device)
+
+    def rest(self) -> tuple[list[int], list[bytes], Downloads]:
+        """What is left to be staged: the numbers, the keys."""
+        wanted = self._wanted
+        left = [i for i, result in enumerate(self.results) if result is STAGED]
+        outs = None if wanted.outs is None else [wanted.outs[i] for i in left]
+        downloads = Downloads(len(left), outs, wanted.framework, wanted.device)
+        return left, [self._keys[i] for i in left], downloads
+
+    def take(self, items: list[int], results: list[Any]) -> None:
+        for i, result in zip(items, results, strict=True):
+            self.results[i] = result
+
+
 class BlockingDriver(Protocol):
     """Carries out an operation's effects in the calling thread."""
 
@@ -201,7 +264,8 @@ class TensorCalls:
                          timeout: float | None = None) -> list[int]:  # fmt: skip
         """``put_tensor`` of many (a mapping, or pairs). Returns the copies of each, in order.
 
-        Tensors of GPUs go in groups of 32 MiB, and ``timeout`` is that of each group.
+        Tensors of GPUs that go through pinned memory go in groups of 32 MiB, and ``timeout`` is
+        that of each group.
         """
         options = put_options(if_absent, write_once, soft_pin, hard_pin, ttl)
         keys, tensors = pairs_of(items)
@@ -211,17 +275,19 @@ class TensorCalls:
         self, keys: list[Any], tensors: list[Any], options: PutOptions, timeout: float | None
     ) -> list[Any]:
         encoded = encode_keys(keys, self._ops.limits)
-        uploads, results = Uploads(tensors), list[Any]()
+        puts = _Puts(self._ops, encoded, tensors)
         self._forget(encoded)
+        if puts.direct:
+            puts.take(puts.direct, self._driver.run(puts.put_direct(options, timeout)))
         try:
-            while (group := uploads.next()) is not None:
-                part, values = group
-                put = self._ops.batch_put_from(encoded[part], values, options, timeout)
-                results += self._driver.run(_outcomes(put))
+            while (group := puts.uploads.next()) is not None:
+                items, values = puts.staged[group[0]], group[1]
+                put = puts.put_staged(items, values, options, timeout)
+                puts.take(items, self._driver.run(put))
         except BaseException:
-            uploads.abandon()
+            puts.uploads.abandon()
             raise
-        return results
+        return puts.results
 
     def get_tensor(self, key: Key, *, out: Any = None, device: Any = None, like: Any = None,
                    framework: str | None = None, timeout: float | None = None) -> Any:  # fmt: skip
@@ -242,7 +308,8 @@ class TensorCalls:
                          timeout: float | None = None) -> list[Any]:  # fmt: skip
         """``get_tensor`` of many: one of ``outs`` for each key, or all made in the same way.
 
-        Tensors of GPUs come in groups of 32 MiB, and ``timeout`` is that of each group.
+        Tensors of GPUs that go through pinned memory come in groups of 32 MiB, and ``timeout`` is
+        that of each group.
         """
         return _batch(self._get_tensors(keys, outs, device, like, framework, timeout))
 
@@ -259,19 +326,33 @@ class TensorCalls:
         wanted = Wanted(len(encoded), outs, device, like, framework)
         if wanted.device == HOST:
             return self._driver.run(get_on_host(self._ops, encoded, wanted, timeout))
-        downloads = Downloads(len(encoded), outs, wanted.framework, wanted.device)
-        results: list[Any] = []
+        gets = _Gets(self._ops, encoded, wanted)
+        if gets.direct is not None:
+            gets.results = gets.direct.run()
+        left, names, downloads = gets.rest()
         try:
             for part in downloads.groups:
                 downloads.begin()
-                get = self._ops.batch_get_fresh(encoded[part], downloads.make, timeout)
+                get = self._ops.batch_get_fresh(names[part], downloads.make, timeout)
                 values = self._driver.run(_outcomes(get))
-                results += downloads.land(part, [name_of(k) for k in encoded[part]], values)
+                landed = downloads.land(part, [name_of(k) for k in names[part]], values)
+                gets.take(left[part], landed)
             downloads.finish()
         except BaseException:
             downloads.abandon()
             raise
-        return results
+        return gets.results
+
+
+async def _to_the_end(call: Callable[[], T]) -> T:
+    """Its result, on a thread. It is waited for also if that is cancelled: it uses memory of the
+    caller's."""
+    running = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 async def _next(uploads: Uploads) -> tuple[slice, list[Parts]] | None:
@@ -309,17 +390,19 @@ class AsyncTensorCalls:
         self, keys: list[Any], tensors: list[Any], options: PutOptions, timeout: float | None
     ) -> list[Any]:
         encoded = encode_keys(keys, self._ops.limits)
-        uploads, results = Uploads(tensors), list[Any]()
+        puts = _Puts(self._ops, encoded, tensors)
         self._forget(encoded)
+        if puts.direct:
+            puts.take(puts.direct, await self._driver.run(puts.put_direct(options, timeout)))
         try:
-            while (group := await _next(uploads)) is not None:
-                part, values = group
-                put = self._ops.batch_put_from(encoded[part], values, options, timeout)
-                results += await self._driver.run(_outcomes(put))
+            while (group := await _next(puts.uploads)) is not None:
+                items, values = puts.staged[group[0]], group[1]
+                put = puts.put_staged(items, values, options, timeout)
+                puts.take(items, await self._driver.run(put))
         except BaseException:
-            uploads.abandon()
+            puts.uploads.abandon()
             raise
-        return results
+        return puts.results
 
     async def get_tensor(self, key: Key, *, out: Any = None, device: Any = None, like: Any = None,
                          framework: str | None = None,
@@ -347,17 +430,20 @@ class AsyncTensorCalls:
         wanted = Wanted(len(encoded), outs, device, like, framework)
         if wanted.device == HOST:
             return await self._driver.run(get_on_host(self._ops, encoded, wanted, timeout))
-        downloads = Downloads(len(encoded), outs, wanted.framework, wanted.device)
-        results: list[Any] = []
+        gets = _Gets(self._ops, encoded, wanted)
+        if gets.direct is not None:
+            gets.results = await _to_the_end(gets.direct.run)
+        left, names, downloads = gets.rest()
         try:
             for part in downloads.groups:
                 await asyncio.to_thread(downloads.begin)
-                get = self._ops.batch_get_fresh(encoded[part], downloads.make, timeout)
+                get = self._ops.batch_get_fresh(names[part], downloads.make, timeout)
                 values = await self._driver.run(_outcomes(get))
-                names = [name_of(k) for k in encoded[part]]
-                results += await asyncio.to_thread(downloads.land, part, names, values)
+                named = [name_of(k) for k in names[part]]
+                landed = await asyncio.to_thread(downloads.land, part, named, values)
+                gets.take(left[part], landed)
             await asyncio.to_thread(downloads.finish)
         except BaseException:
             downloads.abandon()
             raise
-        return results
+        return gets.results

@@ -219,8 +219,7 @@ class Link:
             self.open()
         if not request.id:
             request.id = self.session.next_number()
-        if request.seal is not None:
-            request.seal()
+        request.prepare()
         head = wire.encode(request.kind, request.id, self.revision, request.body)
         payload = joined(request.payload, JOIN_MAX) if request.payload else ()
         if not send_frames(self.socket, (head,), payload):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tensors of this machine's GPU through p2pkv: right bytes, in the right order, and how fast.
 
-    scripts/check_gpu.py                 about three minutes on one GPU; torch or cupy is needed
+    scripts/check_gpu.py                 some minutes on one GPU; torch or cupy is needed
     scripts/check_gpu.py --json          the same as JSON
     scripts/check_gpu.py --fake          a GPU that is not there, to test this script itself
 
@@ -19,14 +19,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
 import p2pkv
-from p2pkv import cuda, staging
+from p2pkv import cuda, gpu_arena, staging
 from p2pkv.arena import SHM_DIRECTORY
+from p2pkv.buffers import address_of
 from p2pkv.config import ClientConfig, Limits
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing.fakecuda import FakeCuda
@@ -35,6 +36,8 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = [64 * KIB, MIB, 16 * MIB, 256 * MIB, GIB]
 TIMES = 5
 ROUNDS = 10
+WAYS = [("direct", "auto"), ("staged", "tcp")]
+"""Straight from and to the node's memory, or by pinned memory and a connection; and their paths."""
 BUDGET_S = 10.0
 """A measurement that has taken this long is not repeated."""
 
@@ -64,8 +67,12 @@ class Gpu(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def plain_memory(self) -> AbstractContextManager[None]:
+        """Copies from and to memory that is not pinned are made meanwhile."""
+        return nullcontext()
 
-class TorchGpu:
+
+class TorchGpu(Gpu):
     """Bytes as uint8 tensors of torch."""
 
     def __init__(self) -> None:
@@ -113,7 +120,7 @@ class TorchGpu:
         self.torch.cuda.synchronize()
 
 
-class CupyGpu:
+class CupyGpu(Gpu):
     """Bytes as uint8 arrays of cupy."""
 
     def __init__(self) -> None:
@@ -156,7 +163,7 @@ class CupyGpu:
         self.cupy.cuda.runtime.deviceSynchronize()
 
 
-class FakeGpu:
+class FakeGpu(Gpu):
     """Host memory in a GPU's clothes: everything but the hardware."""
 
     def __init__(self, fake: FakeCuda) -> None:
@@ -191,6 +198,9 @@ class FakeGpu:
     def synchronize(self) -> None:
         for stream in (1, 7):
             self.fake.mark(0, stream)()
+
+    def plain_memory(self) -> AbstractContextManager[None]:
+        return self.fake.plain_memory()
 
 
 class Report:
@@ -243,11 +253,11 @@ def check_copies(gpu: Gpu, size: int, report: Report) -> tuple[float, float]:
     device, address, stream = gpu.place(tensor)
 
     def down(memory: memoryview) -> None:
-        driver.to_host(device, memory, address, stream)
+        driver.gather(device, [(address_of(memory), address, size)], stream)
         driver.mark(device, stream)()
 
     def up(memory: memoryview) -> None:
-        driver.to_device(device, address, memory, stream)
+        driver.scatter(device, [(address_of(memory), address, size)], stream)
         driver.mark(device, stream)()
 
     def both(memory: memoryview) -> tuple[float, float]:
@@ -258,7 +268,8 @@ def check_copies(gpu: Gpu, size: int, report: Report) -> tuple[float, float]:
 
     limits = both(driver.pinned(size))
     report.add("copy, pinned memory", size, to_host=limits[0], to_device=limits[1])
-    to_host, to_device = both(memoryview(bytearray(size)))
+    with gpu.plain_memory():
+        to_host, to_device = both(memoryview(bytearray(size)))
     report.add("copy, plain memory", size, to_host=to_host, to_device=to_device)
     with mmap.mmap(-1, size) as shared, memoryview(shared) as view:
         end = driver.register_host(view)
@@ -268,21 +279,31 @@ def check_copies(gpu: Gpu, size: int, report: Report) -> tuple[float, float]:
     return limits
 
 
+def check_registration(kv: Any, report: Report) -> None:
+    """How fast the node's memory is registered, which is done once; or why it is not."""
+    (memory,) = kv._ops.memories([b"any"])
+    size = len(memory.view)
+    reached, start = gpu_arena.of(memory), time.perf_counter()
+    reached.reach([(0, size)])
+    figures = {"rate": size / (time.perf_counter() - start) / 1e9}
+    report.add("node's memory, registered", size, **figures, refused=reached.refused or "no")
+
+
 def check_round_trip(
-    kv: Any, gpu: Gpu, size: int, limits: tuple[float, float], report: Report
+    kv: Any, gpu: Gpu, size: int, limits: tuple[float, float], way: str, report: Report
 ) -> None:
     """One tensor to the store and back."""
     tensor, out = gpu.random((size,)), gpu.zeros((size,))
     put = rate(size, lambda: kv.put_tensor("round-trip", tensor), gpu.synchronize)
     get = rate(size, lambda: kv.get_tensor("round-trip", out=out), gpu.synchronize)
     report.add(
-        "round trip", size, put=put, get=get, put_ratio=put / limits[0], get_ratio=get / limits[1],
-        right=gpu.same(tensor, out),
+        f"round trip, {way}", size, put=put, get=get, put_ratio=put / limits[0],
+        get_ratio=get / limits[1], right=gpu.same(tensor, out),
     )  # fmt: skip
     kv.delete("round-trip")
 
 
-def check_blocks(kv: Any, gpu: Gpu, block_bytes: int, report: Report) -> None:
+def check_blocks(kv: Any, gpu: Gpu, block_bytes: int, way: str, report: Report) -> None:
     """Blocks of a paged KV cache: gathered from all layers of one pool, scattered to another."""
     layers, blocks = 16, 16
     pool, other = (make((layers, 2, blocks, block_bytes)) for make in (gpu.random, gpu.zeros))
@@ -293,12 +314,12 @@ def check_blocks(kv: Any, gpu: Gpu, block_bytes: int, report: Report) -> None:
     pairs = list(zip(keys, sources, strict=True))
     put = rate(size, lambda: kv.batch_put_tensor(pairs), gpu.synchronize)
     get = rate(size, lambda: kv.batch_get_tensor(keys, outs=targets), gpu.synchronize)
-    name = f"KV blocks, runs of {_size(block_bytes)}"
+    name = f"KV blocks of {_size(block_bytes)}, {way}"
     report.add(name, size, put=put, get=get, right=gpu.same(pool, other))
     kv.batch_delete(keys)
 
 
-def check_order(kv: Any, gpu: Any, size: int, report: Report) -> None:
+def check_order(kv: Any, gpu: Any, size: int, way: str, report: Report) -> None:
     """A put of what a stream will have written; a get before what a stream will read."""
     right = True
     for _ in range(ROUNDS):
@@ -309,7 +330,7 @@ def check_order(kv: Any, gpu: Any, size: int, report: Report) -> None:
         written = gpu.late_copy(out, gpu.random((size,)))
         gpu.on_side(lambda written=written: kv.get_tensor("order", out=written))
         right = right and gpu.same(out, data)
-    report.add("stream order", size, rounds=ROUNDS, right=right)
+    report.add(f"stream order, {way}", size, rounds=ROUNDS, right=right)
     kv.delete("order")
 
 
@@ -328,13 +349,23 @@ def check_dtypes(kv: Any, gpu: Any, report: Report) -> None:
         report.add(f"dtype {name}", 4096, right=right and found.stride() == tensor.stride())
 
 
+@contextmanager
+def client(seeds: tuple[str, ...], limits: Limits, path: str) -> Iterator[p2pkv.Client]:
+    """A client that has a connection to the node, and its memory if the path has it."""
+    config = ClientConfig(seeds=seeds, timeout_s=60.0, limits=limits, path=path)
+    with p2pkv.Client.from_config(config) as made:
+        for _ in range(3):  # the first answers come before there is a data connection
+            made.put("warm", b"up")
+        yield made
+
+
 def run(gpu: Gpu, largest: int, report: Report) -> None:
     room = shutil.disk_usage(SHM_DIRECTORY).free
     sizes = [size for size in SIZES if size <= min(largest, room // 3)]
     memory = max(64 * MIB, min(5 * sizes[-1], room // 10 * 9))
     with ExitStack() as stack:
         etcd = stack.enter_context(EtcdCluster(1))
-        limits = Limits(value_bytes_max=2 * GIB)
+        limits = Limits(value_bytes_max=2 * GIB, message_bytes_max=2 * GIB)
         node = p2pkv.NodeThread(
             p2pkv.NodeConfig(
                 node_id="check-gpu",
@@ -345,17 +376,21 @@ def run(gpu: Gpu, largest: int, report: Report) -> None:
             )
         )
         stack.enter_context(node)
-        config = ClientConfig(seeds=(node.node.endpoint,), timeout_s=60.0, limits=limits)
-        kv = stack.enter_context(p2pkv.Client.from_config(config))
-        kv.put("warm", b"up")
+        seeds = (node.node.endpoint,)
+        ways = {way: stack.enter_context(client(seeds, limits, path)) for way, path in WAYS}
+        check_registration(ways["direct"], report)
         for size in sizes:
-            check_round_trip(kv, gpu, size, check_copies(gpu, size, report), report)
-        for block_bytes in (4 * KIB, 64 * KIB, 512 * KIB):
-            if 512 * block_bytes <= min(memory // 2, largest * 4):
-                check_blocks(kv, gpu, block_bytes, report)
-        check_order(kv, gpu, sizes[min(1, len(sizes) - 1)], report)
-        check_dtypes(kv, gpu, report)
+            copied = check_copies(gpu, size, report)
+            for way, kv in ways.items():
+                check_round_trip(kv, gpu, size, copied, way, report)
+        for way, kv in ways.items():
+            for block_bytes in (4 * KIB, 64 * KIB, 512 * KIB):
+                if 512 * block_bytes <= min(memory // 2, largest * 4):
+                    check_blocks(kv, gpu, block_bytes, way, report)
+            check_order(kv, gpu, sizes[min(1, len(sizes) - 1)], way, report)
+            check_dtypes(kv, gpu, report)
     staging.forget_stages()
+    gpu_arena.forget()
 
 
 def main(arguments: list[str] | None = None, fake: FakeCuda | None = None) -> int:

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from p2pkv import errors
+from p2pkv import cuda, errors
 from p2pkv.cli import app
 from p2pkv.commands import checks, state, survey
 from p2pkv.commands.connection import client_config
@@ -28,6 +28,7 @@ from p2pkv.commands.parameters import field_options
 from p2pkv.config import NodeConfig
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.records import BucketRecord, Meta, NodeRecord, Versioned, View
+from p2pkv.testing.fakecuda import FakeCuda
 from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
 
 TIMEOUT_S = 60.0
@@ -337,6 +338,18 @@ def test_doctor_has_advice_on_the_version_of_etcd(version: str, word: str) -> No
     advice = checks.etcd_advice(version)
     assert word in advice
     assert bool(advice) == bool(word)
+
+
+@pytest.mark.parametrize(("registers", "state"), [(True, "ok"), (False, "note")])
+def test_doctor_says_whether_cuda_registers_shared_memory(registers: bool, state: str) -> None:
+    gpu = FakeCuda(registers)
+    with cuda.using(gpu):
+        check = next(c for c in checks.machine(1 << 20) if c.check == "gpu")
+    assert check.state == state
+    assert ("operation not supported" in check.found) != registers
+    assert bool(check.remedy) != registers
+    assert gpu.registered_bytes == 0
+    assert gpu.faults == []
 
 
 def test_doctor_says_what_this_machine_lacks() -> None:

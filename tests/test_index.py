@@ -92,6 +92,18 @@ class TestReading:
         assert reader.get([b"k3", b"none"], 1 << 20) == [b"\3" * 300, None]
         writer.close()
 
+    def test_places_are_told_of_what_is_there_and_count_as_uses(self, spot: Place) -> None:
+        writer, reader = spot.writer(), spot.reader()
+        open_all(writer)
+        item = an_object(b"a", 4096, 100, version=7)
+        writer.publish([item])
+        found = (0, 4096, 100, 7)
+        assert reader.places([b"a", b"c", "a", None]) == [found, None, found, None]
+        assert writer.take_use(item.slot)
+        assert writer.figures().hits == 2
+        writer.close()
+        assert reader.places([b"a"]) == [None]
+
     @pytest.mark.parametrize(
         "target", [bytearray(99), b"\0" * 200, memoryview(bytearray(400))[::2], None, (1, 2)]
     )

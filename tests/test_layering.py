@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
      "async_path", "transfer", "ucx_transfer", "ucx_library", "ucx_memory", "ucx_peers",
      "gossip", "liveness", "neighbours"},
     {"handlers", "journal", "learning", "ownership", "scrub"},
-    {"dlpack", "cuda", "arrays", "staging", "tensors"},
+    {"dlpack", "cuda", "arrays", "gpu_arena", "staging", "direct", "tensors"},
     {"client", "blocking_driver", "near_cache", "async_client", "async_driver"},
     {"node", "mover", "replicator", "figures", "hosted", "load"},
     {"admin", "cli", "commands", "bench", "adapters"},

@@ -22,6 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 from ways import KIB, MIB, WAYS, a_client, a_node
 
 from p2pkv import NodeThread, arrays, cuda, dlpack, staging
+from p2pkv.buffers import address_of
 from p2pkv.errors import (
     BatchError,
     ConfigError,
@@ -74,6 +75,13 @@ def one(node: NodeThread) -> Iterator[Any]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def far(node: NodeThread) -> Iterator[Any]:
+    """A client that does not share the node's memory: GPUs' tensors go through pinned memory."""
+    with a_client(node, "tcp") as client:
+        yield client
+
+
 @pytest.fixture
 def gpu() -> Iterator[FakeCuda]:
     fake = FakeCuda()
@@ -81,6 +89,7 @@ def gpu() -> Iterator[FakeCuda]:
     with cuda.using(fake):
         yield fake
     staging.forget_stages()
+    assert fake.faults == []
 
 
 def numbers(shape: tuple[int, ...], dtype: Any = "float32") -> Any:
@@ -544,7 +553,7 @@ def test_blocks_of_a_gpus_cache_are_gathered_and_scattered(kv: Any, gpu: FakeCud
 
 
 def test_groups_overlap_and_stages_are_not_reused_too_early(
-    one: Any, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    far: Any, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "STAGE_BYTES", 100 * KIB)
     data = [numbers((40, 256)) for _ in range(9)]  # 40 KiB each: two in a stage
@@ -552,8 +561,8 @@ def test_groups_overlap_and_stages_are_not_reused_too_early(
     for array, contents in zip(arrays_, data, strict=True):
         array.write_later(contents)
     keys = [f"group{i}" for i in range(9)]
-    assert one.batch_put_tensor(zip(keys, arrays_, strict=True)) == [1] * 9
-    assert all(same(one.get_tensor(k), d) for k, d in zip(keys, data, strict=True))
+    assert far.batch_put_tensor(zip(keys, arrays_, strict=True)) == [1] * 9
+    assert all(same(far.get_tensor(k), d) for k, d in zip(keys, data, strict=True))
     copies = [line.partition(" ")[0] for line in gpu.log]
     ahead = ["to_host"] * 2
     assert copies == [
@@ -562,21 +571,21 @@ def test_groups_overlap_and_stages_are_not_reused_too_early(
     ]  # fmt: skip
     gpu.log.clear()
     outs = [gpu.array(np.zeros_like(d), stream=4) for d in data]
-    one.batch_get_tensor(keys, outs=outs)
+    far.batch_get_tensor(keys, outs=outs)
     assert all(same(o.host, d) for o, d in zip(outs, data, strict=True))
     assert [line for line in gpu.log if line.startswith("pinned")] == []  # those of the puts
     assert gpu.pinned_bytes == 2 * 100 * KIB
 
 
 def test_a_tensor_larger_than_a_stage_gets_memory_of_its_own(
-    one: Any, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    far: Any, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "STAGE_BYTES", 10 * KIB)
     data = [numbers((n,)) for n in (10, 5000, 10)]
     keys = ["s1", "s2", "s3"]
-    one.batch_put_tensor(zip(keys, [gpu.array(d) for d in data], strict=True))
+    far.batch_put_tensor(zip(keys, [gpu.array(d) for d in data], strict=True))
     outs = [gpu.array(np.zeros_like(d)) for d in data]
-    one.batch_get_tensor(keys, outs=outs)
+    far.batch_get_tensor(keys, outs=outs)
     assert all(same(o.host, d) for o, d in zip(outs, data, strict=True))
 
 
@@ -588,14 +597,14 @@ def test_host_and_gpu_tensors_mix_in_a_put_and_not_in_a_get(one: Any, gpu: FakeC
         one.batch_get_tensor(["m0", "m1"], outs=[gpu.array(data[0]), np.zeros(100, np.float32)])
 
 
-def test_outcomes_of_a_gpus_batch_are_per_key(one: Any, gpu: FakeCuda) -> None:
+def test_outcomes_of_a_gpus_batch_are_per_key(far: Any, gpu: FakeCuda) -> None:
     data = numbers((10,))
-    one.put_tensor("good", data)
-    one.put("bad", b"x" * 500)
+    far.put_tensor("good", data)
+    far.put("bad", b"x" * 500)
     outs = [gpu.array(np.zeros(10, np.float32)) for _ in range(3)]
     outs.append(gpu.array(np.zeros(11, np.float32)))
     with pytest.raises(BatchError) as e:
-        one.batch_get_tensor(["good", "bad", "none", "good"], outs=outs)
+        far.batch_get_tensor(["good", "bad", "none", "good"], outs=outs)
     good, bad, none, shape = e.value.results
     assert good is outs[0]
     assert same(outs[0].host, data)
@@ -603,22 +612,22 @@ def test_outcomes_of_a_gpus_batch_are_per_key(one: Any, gpu: FakeCuda) -> None:
     assert isinstance(bad, TensorMismatch)
     assert isinstance(shape, TensorMismatch)
     assert not outs[3].host.any()
-    assert one.get_tensor("none", out=outs[0]) is None
+    assert far.get_tensor("none", out=outs[0]) is None
 
 
 def test_what_the_driver_refuses_is_an_error_and_leaves_nothing_behind(
-    one: Any, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    far: Any, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array = gpu.array(numbers((10,)))
-    one.put_tensor("refused", array)
+    far.put_tensor("refused", array)
     assert len(staging._stages) == 1
 
     def refuse(*_: Any) -> None:
         raise DeviceError("cuMemcpyDtoHAsync: an illegal address")
 
-    monkeypatch.setattr(gpu, "to_host", refuse)
+    monkeypatch.setattr(gpu, "gather", refuse)
     with pytest.raises(DeviceError, match="illegal address"):
-        one.put_tensor("refused", array)
+        far.put_tensor("refused", array)
     assert staging._stages == []
 
 
@@ -648,13 +657,13 @@ class GpuCapsule(Capsule):
 
 
 def test_dlpack_on_a_gpu_is_ordered_before_the_stream_that_is_read_on(
-    one: Any, gpu: FakeCuda
+    far: Any, gpu: FakeCuda
 ) -> None:
     data = numbers((30, 40))
     gpu.array(data)
     capsule = GpuCapsule(data)
-    one.put_tensor("gpu-capsule", capsule)
-    assert same(one.get_tensor("gpu-capsule"), data)
+    far.put_tensor("gpu-capsule", capsule)
+    assert same(far.get_tensor("gpu-capsule"), data)
     assert capsule.asked == dlpack.LEGACY_STREAM
     assert "to_host 4800 on 1" in gpu.log
 
@@ -733,25 +742,25 @@ def test_arrays_are_made_on_the_gpu_with_the_strides_of_what_was_put(
 
 
 def test_arrays_in_many_runs_are_put_together_on_the_gpu(
-    one: Any, cupy: FakeCupy, gpu: FakeCuda
+    far: Any, cupy: FakeCupy, gpu: FakeCuda
 ) -> None:
     array = cupy.array(numbers((600, 10, 3)))
     array.host = array.host[:, 2:8]
-    one.put_tensor("runs", array)
-    assert same(one.get_tensor("runs"), np.ascontiguousarray(array.host))
+    far.put_tensor("runs", array)
+    assert same(far.get_tensor("runs"), np.ascontiguousarray(array.host))
     out = cupy.array(np.zeros((600, 10, 3), np.float32))
     whole, out.host = out.host, out.host[:, 2:8]
-    assert one.get_tensor("runs", out=out) is out
+    assert far.get_tensor("runs", out=out) is out
     assert same(out.host, array.host)
     assert not whole[:, :2].any()
     assert sum("to_host" in line or "to_device" in line for line in gpu.log) == 2
 
 
-def test_an_out_of_a_gpu_may_have_other_strides(one: Any, cupy: FakeCupy) -> None:
+def test_an_out_of_a_gpu_may_have_other_strides(far: Any, cupy: FakeCupy) -> None:
     data = numbers((20, 30))
-    one.put_tensor("order", data)
+    far.put_tensor("order", data)
     out = cupy.array(np.asfortranarray(np.zeros((20, 30), np.float32)))
-    one.get_tensor("order", out=out)
+    far.get_tensor("order", out=out)
     assert same(out.host, data)
 
 
@@ -776,9 +785,10 @@ def test_the_driver_is_called_with_what_it_expects(library: str) -> None:
     address = ctypes.addressof(device)
     pinned = driver.pinned(100)
     pinned[:] = bytes(range(100))
-    driver.to_device(1, address, pinned, 7)
+    place = address_of(pinned)
+    driver.scatter(1, [(place, address, 60), (place + 60, address + 60, 40)], 7)
     back = memoryview(bytearray(50))
-    driver.to_host(0, back, address + 50, 7)
+    driver.gather(0, [(address_of(back), address + 50, 50)], 7)
     assert bytes(back) == bytes(range(50, 100))
     assert driver.device_of((1 << 60) + address) == 1
     driver.mark(0, 7)()
@@ -793,7 +803,7 @@ def test_an_error_of_the_driver_is_raised_in_its_words(library: str) -> None:
     with pytest.raises(
         DeviceError, match=r"cuMemcpyDtoHAsync_v2: invalid handle \(CUDA error 400\)"
     ):
-        driver.to_host(0, memoryview(bytearray(1)), 1, 8)
+        driver.gather(0, [(1, 1, 1)], 8)
     with pytest.raises(DeviceError, match=r"cuDeviceGet: unknown error \(CUDA error 101\)"):
         driver.mark(2, 7)
     assert ctypes.CDLL(library).left() == 0
@@ -804,13 +814,15 @@ def test_an_error_of_the_driver_is_raised_in_its_words(library: str) -> None:
 def test_the_fake_gpu_shows_what_a_program_without_waiting_would_see(gpu: FakeCuda) -> None:
     array = gpu.array(np.zeros(3), stream=1)
     array.write_later(np.ones(3))
-    target = memoryview(bytearray(24))
-    gpu.to_host(0, target, array.address, 1)
+    target = gpu.pinned(24)
+    gpu.gather(0, [(address_of(target), array.address, 24)], 1)
     assert bytes(target) == bytes(24)
     synchronize([array])
     assert np.frombuffer(target).tolist() == [1, 1, 1]
-    with pytest.raises(DeviceError):
-        gpu.to_host(0, target, 1 << 40, 1)
+    with pytest.raises(DeviceError, match="is not on a GPU"):
+        gpu.gather(0, [(address_of(target), 1 << 40, 24)], 1)
+    with pytest.raises(DeviceError, match="neither pinned nor registered"):
+        gpu.gather(0, [(address_of(target) + 1, array.address, 24)], 1)
 
 
 # --- layouts and headers

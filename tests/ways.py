@@ -41,13 +41,13 @@ class Blocking:
 
 
 @contextmanager
-def a_node(limits: Limits = LIMITS) -> Iterator[NodeThread]:
+def a_node(limits: Limits = LIMITS, memory_bytes: int = 256 * MIB) -> Iterator[NodeThread]:
     with EtcdCluster(1) as etcd:
         config = NodeConfig(
             cluster="ways",
             node_id="n",
             bucket_count=16,
-            memory_limit_bytes=256 * MIB,
+            memory_limit_bytes=memory_bytes,
             limits=limits,
             etcd=EtcdConfig(endpoints=etcd.endpoints),
         )

@@ -44,6 +44,7 @@ _get_into = _python_function(
     10, _object, _object, _object, ctypes.c_ulonglong, ctypes.c_int, ctypes.c_ulonglong
 )
 _get = _python_function(11, _object, _object, ctypes.c_ulonglong, ctypes.c_int, ctypes.c_ulonglong)
+_places = _python_function(12, _object, _object)
 
 
 def bytes_for(slots: int, buckets: int) -> int:
@@ -159,6 +160,15 @@ class Reader:
     def exists(self, keys: list[Any]) -> bytes:
         """For each key 1: it is there; 0: ask its owner."""
         result: bytes = _exists(self._packed, keys)
+        return result
+
+    def places(self, keys: list[Any]) -> list[tuple[int, int, int, int] | None]:
+        """Where each value lies: number of its map, offset, size, version; None: ask its owner.
+
+        Counts as a use. Bytes that were copied from there are the value's if the header before them
+        is of this version still afterwards.
+        """
+        result: list[tuple[int, int, int, int] | None] = _places(self._packed, keys)
         return result
 
     def get_into(

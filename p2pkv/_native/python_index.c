@@ -587,6 +587,40 @@ static PyObject *get(PyObject *packed, PyObject *keys, unsigned long long bytes_
     return result;
 }
 
+/* For each key (number of its map, offset, size, version) of its value, or None: ask the owner. What
+ * is copied from there counts if the value's header is of this version still afterwards. */
+static PyObject *places(PyObject *packed, PyObject *keys) {
+    struct maps maps;
+    struct found found[CHUNK];
+    Py_ssize_t n = PyList_Size(keys);
+    if (n < 0 || maps_of(packed, &maps))
+        return NULL;
+    PyObject *result = PyList_New(n);
+    for (Py_ssize_t first = 0; first < n && result != NULL; first += CHUNK) {
+        Py_ssize_t some = n - first < CHUNK ? n - first : CHUNK;
+        find_chunk(&maps, keys, first, some, found);
+        keep_fresh(&maps, found, some);
+        count_reads(&maps, found, some, NULL);
+        for (Py_ssize_t i = 0; i < some && result != NULL; i++) {
+            const struct map *map = found[i].map;
+            const struct p2pkv_entry *entry = &found[i].entry;
+            PyObject *place = Py_None;
+            if (map == NULL) {
+                Py_INCREF(place);
+            } else {
+                p2pkv_index_use(map->index, entry);
+                place = Py_BuildValue("nKKK", (Py_ssize_t)(map - maps.map),
+                                      (unsigned long long)entry->offset,
+                                      (unsigned long long)entry->size,
+                                      (unsigned long long)entry->version);
+            }
+            if (place == NULL || PyList_SetItem(result, first + i, place))
+                Py_CLEAR(result);
+        }
+    }
+    return result;
+}
+
 uintptr_t p2pkv_index_function(int which) {
     switch (which) {
     case 0:
@@ -605,6 +639,8 @@ uintptr_t p2pkv_index_function(int which) {
         return (uintptr_t)get_into;
     case 7:
         return (uintptr_t)get;
+    case 8:
+        return (uintptr_t)places;
     default:
         return 0;
     }

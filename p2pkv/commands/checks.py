@@ -16,7 +16,7 @@ from p2pkv.commands import survey
 from p2pkv.commands.output import Failure, size
 from p2pkv.commands.survey import Buckets, Said
 from p2pkv.config import ClientConfig, EtcdConfig
-from p2pkv.errors import P2PKVError
+from p2pkv.errors import ConfigError, DeviceError, P2PKVError
 
 ETCD_RECOMMENDED = (3, 6, 14)
 ETCD_LOSES_DATA = ((3, 5, 0), (3, 5, 2))
@@ -45,6 +45,7 @@ def machine(memory_bytes: int) -> Iterator[Check]:
     yield _uvloop()
     yield _native()
     yield _ucx()
+    yield _gpu()
     yield _shared_memory(memory_bytes)
     yield _locked_memory(memory_bytes)
     yield _huge_pages()
@@ -99,6 +100,22 @@ def _ucx() -> Check:
     if facts.rdma:
         return Check("ucx", "ok", found, "; ".join(facts.advice))
     return Check("ucx", "note", f"{found}; no RDMA: {facts.rdma_reason}", "; ".join(facts.advice))
+
+
+def _gpu() -> Check:
+    from p2pkv import gpu_arena
+
+    try:
+        gpu_arena.trial()
+    except ConfigError:
+        return Check("gpu", "ok", "no NVIDIA driver here")
+    except DeviceError as e:
+        remedy = (
+            "tensors of GPUs are copied through pinned memory instead of straight from and to the "
+            f"memory of nodes on this host: let CUDA pin memory of {SHM} (docs/tensors.md)"
+        )
+        return Check("gpu", "note", f"shared memory cannot be registered: {e}", remedy)
+    return Check("gpu", "ok", "CUDA registers shared memory")
 
 
 def _shared_memory(memory_bytes: int) -> Check:

@@ -1,29 +1,49 @@
 """A GPU that is not there: its memory is the host's, and its copies happen when they must.
 
 What is put on a stream is only noted. It is carried out when somebody waits for it, so that a
-program that reads or reuses memory too early finds the old bytes in it.
+program that reads or reuses memory too early finds the old bytes in it. What CUDA would not do, or
+do by a detour, is refused: copies from or to memory that is neither pinned nor registered, or that
+goes beyond one registration; and memory that is unmapped before its registration has ended.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import mmap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from p2pkv.buffers import address_of
+from p2pkv.cuda import Run
 from p2pkv.errors import DeviceError
 
 
 class FakeCuda:
-    """A ``cuda.Driver``. ``log`` has what was asked for, in order."""
+    """A ``cuda.Driver``. ``log`` has what was asked for, in order.
 
-    def __init__(self) -> None:
+    ``registers``: whether it lets host memory be registered.
+    """
+
+    def __init__(self, registers: bool = True) -> None:
         self.log: list[str] = []
         self.pinned_bytes = 0
-        self.registered: list[memoryview] = []
+        self.registers = registers
+        self.faults: list[str] = []
+        """What was done to registered memory that must not be."""
+        self.before_copies: Callable[[], None] | None = None
+        """Called once, before the next copy is carried out: what happens while a GPU copies."""
+        self._registered: dict[int, int] = {}
+        """End of each registration, by where it begins."""
+        self._pinned: list[tuple[int, int]] = []
+        self._kept: list[bytearray] = []
+        self._plain = False
+        self._copying: list[tuple[int, int]] = []
+        """Begin and end of host memory that copies are under way from or to."""
         self._streams: dict[int, deque[Callable[[], object]]] = {}
         self._devices: dict[int, tuple[int, int]] = {}
 
@@ -36,6 +56,19 @@ class FakeCuda:
     def has(self, array: FakeArray, device: int = 0) -> None:
         """The memory of an array is a GPU's."""
         self._devices[array.address] = (device, array.address + array.nbytes)
+
+    @property
+    def registered_bytes(self) -> int:
+        return sum(end - begin for begin, end in self._registered.items())
+
+    @contextmanager
+    def plain_memory(self) -> Iterator[None]:
+        """Copies from and to any memory of the host are allowed meanwhile."""
+        self._plain = True
+        try:
+            yield
+        finally:
+            self._plain = False
 
     def put_on(self, stream: int, work: Callable[[], object]) -> None:
         """Have something done on a stream, after what is on it already."""
@@ -50,17 +83,34 @@ class FakeCuda:
     def pinned(self, size: int) -> memoryview:
         self.log.append(f"pinned {size}")
         self.pinned_bytes += size
-        return memoryview(bytearray(size))
+        memory = bytearray(size)
+        self._kept.append(memory)  # so that nothing else ever lies where it is
+        view = memoryview(memory)
+        bisect.insort(self._pinned, (address_of(view), size))
+        return view
 
-    def to_host(self, device: int, target: memoryview, address: int, stream: int) -> None:
-        self._check(device, address, len(target))
-        self.log.append(f"to_host {len(target)} on {stream}")
-        self.put_on(stream, lambda: _move(address_of(target), address, target))
+    def gather(self, device: int, runs: Sequence[Run], stream: int) -> None:
+        for host, address, size in runs:
+            self._check(device, host, address, size)
+            self.log.append(f"to_host {size} on {stream}")
+            self._copy(stream, (host, host + size), host, address)
 
-    def to_device(self, device: int, address: int, source: memoryview, stream: int) -> None:
-        self._check(device, address, len(source))
-        self.log.append(f"to_device {len(source)} on {stream}")
-        self.put_on(stream, lambda: _move(address, address_of(source), source))
+    def scatter(self, device: int, runs: Sequence[Run], stream: int) -> None:
+        for host, address, size in runs:
+            self._check(device, host, address, size)
+            self.log.append(f"to_device {size} on {stream}")
+            self._copy(stream, (host, host + size), address, host)
+
+    def _copy(self, stream: int, place: tuple[int, int], target: int, source: int) -> None:
+        def move() -> None:
+            happens, self.before_copies = self.before_copies, None
+            if happens is not None:
+                happens()
+            ctypes.memmove(target, source, place[1] - place[0])
+            self._copying.remove(place)
+
+        self._copying.append(place)
+        self.put_on(stream, move)
 
     def mark(self, device: int, stream: int) -> Callable[[], None]:
         queue = self._streams.setdefault(stream, deque())
@@ -75,16 +125,39 @@ class FakeCuda:
         return wait
 
     def register_host(self, view: memoryview) -> Callable[[], None]:
-        self.registered.append(view)
-        return lambda: self.registered.remove(view)
+        begin, size = address_of(view), len(view)
+        self.log.append(f"register {size}")
+        if not self.registers:
+            raise DeviceError("cuMemHostRegister_v2: operation not supported (CUDA error 801)")
+        if any(begin < e and b < begin + size for b, e in self._registered.items()):
+            raise DeviceError("cuMemHostRegister_v2: part of it is registered (CUDA error 712)")
+        self._registered[begin] = begin + size
 
-    def _check(self, device: int, address: int, size: int) -> None:
+        def end() -> None:
+            self.log.append(f"unregister {size}")
+            del self._registered[begin]
+            if any(begin < e and b < begin + size for b, e in self._copying):
+                self.faults.append("memory was unregistered while it was copied")
+            if not _is_mapped(begin, size):
+                self.faults.append("memory was unmapped before its registration ended")
+
+        return end
+
+    def _check(self, device: int, host: int, address: int, size: int) -> None:
         if size and self.device_of(address) != device:
             raise DeviceError(f"{address:#x} is not on GPU {device}")
+        if self._plain or any(b <= host and host + size <= e for b, e in self._registered.items()):
+            return
+        near = bisect.bisect_right(self._pinned, (host, 1 << 62)) - 1
+        if near < 0 or host + size > sum(self._pinned[near]):
+            raise DeviceError(f"{size} bytes at {host:#x} are neither pinned nor registered")
 
 
-def _move(target: int, source: int, held: memoryview) -> None:
-    ctypes.memmove(target, source, len(held))
+def _is_mapped(begin: int, size: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = -(-size // mmap.PAGESIZE)
+    residence = (ctypes.c_ubyte * pages)()
+    return not libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size), residence)
 
 
 class FakeArray:

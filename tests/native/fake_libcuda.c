@@ -9,7 +9,7 @@
 typedef void *handle;
 
 enum { OK = 0, INVALID_VALUE = 1, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
-enum { DEVICE_ORDINAL = 9, PORTABLE = 1, DISABLE_TIMING = 2, DEVICES = 2, FIRST_CONTEXT = 0x100 };
+enum { DEVICE_ORDINAL = 9, PORTABLE = 1, MAPPED = 2, DISABLE_TIMING = 2, DEVICES = 2, FIRST_CONTEXT = 0x100 };
 
 #define STREAM ((handle)7)
 #define IN_CONTEXT                                                                                 \
@@ -103,7 +103,7 @@ int cuEventDestroy_v2(handle event) {
 int cuMemHostRegister_v2(void *place, size_t size, unsigned flags) {
     IN_CONTEXT;
     registered = size;
-    return place != NULL && flags == PORTABLE ? OK : INVALID_VALUE;
+    return place != NULL && flags == (PORTABLE | MAPPED) ? OK : INVALID_VALUE;
 }
 
 int cuMemHostUnregister(void *place) {
