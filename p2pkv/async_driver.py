@@ -201,16 +201,16 @@ class _Peer:
             return None
         shared = self._config.path == "auto"
         try:
-            path = self.path = AsyncPath(
+            self.path = AsyncPath(
                 link.welcome, self._session, self._config.limits, shared, self, self._off_loop
             )
-            if path.arena is not None:
-                self._published.add(self._to, path.arena)
         except (OSError, ValueError):
             self._no_data_before = monotonic() + NO_DATA_NS
         return self.path
 
     def path_ready(self) -> None:
+        if self.path is not None and self.path.arena is not None:
+            self._published.add(self._to, self.path.arena)
         self._send_backlog()
 
     def path_freed(self) -> None:

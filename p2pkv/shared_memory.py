@@ -72,7 +72,7 @@ class SharedArena:
             ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not ours or len(proof) < PROOF_BYTES_MIN or os.pread(fd, len(proof), size) != proof:
                 return None
-            file = (status.st_dev, status.st_ino, size)
+            file = (cls, status.st_dev, status.st_ino, size)
             arena = _mapped.get(file) or cls(mmap.mmap(fd, size), fd, path)
             arena = _mapped.setdefault(file, arena)
             if arena.index is None and index is not None and status.st_size >= index[0] + index[1]:
@@ -156,10 +156,10 @@ class SharedArena:
         )
 
 
-_mapped: weakref.WeakValueDictionary[tuple[int, int, int], SharedArena] = (
+_mapped: weakref.WeakValueDictionary[tuple[type[SharedArena], int, int, int], SharedArena] = (
     weakref.WeakValueDictionary()
 )
-"""What this process has mapped, by device, inode and bytes."""
+"""What this process has mapped, by class, device, inode and bytes."""
 
 
 def message_for(request: Request, session: ClientSession, arena: SharedArena | None) -> Request:
