@@ -1,4 +1,4 @@
-"""With copies, a client asks a backup when an owner does not answer, and repeats few writes there."""
+"""With copies, a client asks a backup when an owner does not answer; few writes go there again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_owner_with_copies_has_a_second_to_answer(desk: Desk) -> None:
 
 def test_of_a_batch_only_the_keys_of_the_lost_owner_go_to_its_backup(desk: Desk) -> None:
     script = desk.start(desk.ops.batch_get([K1, K0], None))
-    by_owner = {to: keys for to, keys in asked(script)}
+    by_owner = dict(asked(script))
     assert by_owner == {A: [K0], C: [K1]}
     answers = [BROKEN if r.to == A else values(b"1") for r in script.requests]
     script.answer(*answers)
