@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from p2pkv.clock import MILLISECOND_NS
+from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.objects import Object, Pin, State
 from p2pkv.replicas import Committed, Replicas
 from p2pkv.replicated import HARD_PIN, LOG_ENTRIES_MAX, SOFT_PIN, WRITE_ONCE, Op, OpKind, Prepare
@@ -26,6 +26,9 @@ from p2pkv.wire import PutOptions, Status
 
 IN_FLIGHT_MAX = LOG_ENTRIES_MAX // 2
 """A bucket with so many operations that are not committed takes no more for the moment."""
+LAPSED_KEPT_NS = 2 * SECOND_NS
+"""So long what has expired stays, seen by nobody, on a node that has copies: the primary may have
+prolonged its time to live just before, and the word of it is on its way."""
 
 _PUT, _DELETE, _EVICT, _EXPIRE, _DELETE_RANGE, _PIN, _UNPIN = OpKind
 _OK, _MISS, _EXISTS = Status.OK, Status.MISS, Status.EXISTS
@@ -202,10 +205,13 @@ class Journal:
         now: int,
     ) -> None:
         def expire(bucket: int, key: bytes, i: int) -> None:
-            if self._existing(bucket, key, now) is None:
+            there = self._existing(bucket, key, now)
+            if there is None:
                 self._told_later(bucket, key, outcome, i, _MISS)
-            else:
-                self._submit(bucket, Op(_EXPIRE, key, ttl_ms=ttl_ms), None, outcome, i, _OK)
+            else:  # its mark is what the next write has to know of the key
+                flags = WRITE_ONCE * _is_write_once(there)
+                op = Op(_EXPIRE, key, ttl_ms=ttl_ms, flags=flags)
+                self._submit(bucket, op, None, outcome, i, _OK)
 
         ttl_ns = ttl_ms * MILLISECOND_NS
         self._each(
@@ -346,11 +352,22 @@ class Journal:
         elif op.kind == _EVICT:
             store.evict_batch([bucket], [op.key])
         elif op.kind == _EXPIRE:
-            store.expire_batch([bucket], [op.key], op.ttl_ms * MILLISECOND_NS, now)
+            self._apply_expiry(bucket, op, now)
         elif op.kind == _DELETE_RANGE:
             store.delete_until(bucket, op.key, op.extra, now)
         elif entry.staged is not _DONE:
             self._apply_pin(bucket, op, now)
+
+    def _apply_expiry(self, bucket: int, op: Op, now: int) -> None:
+        """A copy hears of it later than it was decided, maybe when the old time is over."""
+        ttl_ns = op.ttl_ms * MILLISECOND_NS
+        late = 0 if bucket in self.replicas.served else LAPSED_KEPT_NS
+        self.store.expire_batch([bucket], [op.key], ttl_ns + late if ttl_ns else 0, now - late)
+
+    def reap(self, now: int) -> None:
+        """Take away what has expired; later on a node that has copies of others' buckets."""
+        copies = len(self.store.buckets) > len(self.replicas.served)
+        self.store.reap(now - LAPSED_KEPT_NS if copies else now)
 
     def _apply_pin(self, bucket: BucketId, op: Op, now: int) -> None:
         item = self.store.find(bucket, op.key, now)

@@ -422,7 +422,7 @@ class Node:
             now = clock.monotonic()
             if self._own_session is not None:
                 self._own_session.last_seen = now
-            self._store.reap(now)
+            self._handlers.journal.reap(now)
             self._sessions.reap(now)
             self._data.drop_stalled(now)
             self._open_gates()

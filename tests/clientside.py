@@ -39,6 +39,7 @@ def table(
     generations: Sequence[int] = (1,) * BUCKETS,
     silent: Sequence[Member] = (),
     fingerprint: str = "f",
+    backups: Sequence[Sequence[Member]] = (),
 ) -> wire.Table:
     """A ring; its members are the owners, unless told. ``silent`` ones have no endpoint."""
     if members is None:
@@ -52,6 +53,7 @@ def table(
         [() if m in silent else (f"tcp://{m}:1",) for m in members],
         [-1 if o is None else numbers[o] for o in owners],
         list(generations),
+        [[numbers[m] for m in some] for some in backups],
     )
 
 
@@ -63,6 +65,7 @@ class Desk:
         known: wire.Table | None = None,
         limits: Limits | None = None,
         checksums: str = "demand",
+        read: str = "any",
     ) -> None:
         self.now = 7 * SECOND_NS
         self.router = Router()
@@ -73,6 +76,7 @@ class Desk:
             timeout_s=TIMEOUT_S,
             limits=limits or Limits(),
             checksums=checksums,
+            read=read,
         )
         self.ops = Operations(config, lambda: self.now, Random(1), copy, self.router)
 

@@ -562,7 +562,7 @@ class Schedule:
                 case 3:
                     source.delete(key)
                 case 4:
-                    self.expire(key)
+                    source.expire(key, ttl_ms=rand.choice([5, 500, 100_000]))
                 case 5:
                     kind, body = rand.choice(
                         [(Kind.PIN, wire.Pin([key], 100_000)), (Kind.UNPIN, wire.Unpin([key]))]
@@ -574,13 +574,8 @@ class Schedule:
                     source.ask(Kind.DELETE_RANGE, wire.DeleteRange([BUCKET], key[:2], 3))
                 case 8:
                     cluster.now += rand.randrange(3) * MS
-                    source.store.reap(cluster.now)
-
-    def expire(self, key: bytes) -> None:
-        """Not of what is about to expire: a copy may have let go of it when the word arrives."""
-        item = self.peers.source.store.find(BUCKET, key, self.peers.cluster.now)
-        if item is None or not 0 < item.expires_at < self.peers.cluster.now + S:
-            self.peers.source.expire(key, ttl_ms=self.random.choice([5, 500, 100_000]))
+                    source.journal.reap(cluster.now)
+                    peers.target.journal.reap(cluster.now)
 
     def write(self, key: bytes, value: bytes) -> None:
         rand = self.random
@@ -645,8 +640,6 @@ def test_in_any_schedule_both_have_the_same_in_the_end(seed: int) -> None:
         cluster = peers.cluster
         cluster.settle()
         cluster.now += S  # short times to live are over, long ones not
-        for node in (peers.source, peers.target):
-            node.store.reap(cluster.now)
         cluster.settle()
         # A time to live that comes as an operation counts from when it arrives.
         same(peers.target.content(), peers.source.content(), tolerance_ns=S)

@@ -133,6 +133,20 @@ def test_what_is_written_once_is_not_written_again(cluster: Cluster, a: Node, b:
     assert a.store.stats().allocated == b.store.stats().allocated == 0
 
 
+def test_what_is_written_once_stays_so_while_its_time_to_live_changes(
+    cluster: Cluster, a: Node, b: Node
+) -> None:
+    a.put(K, value=b"1", write_once=True)
+    a.expire(K, ttl_ms=60_000)
+    a.expire(K, ttl_ms=90_000)
+    second = a.put(K, value=b"2")
+    cluster.replicate()
+    cluster.tick()
+    assert second.statuses == []
+    assert a.get(K) == [b"1"]
+    assert b.content()[K][0] == b"1"
+
+
 def test_a_put_that_exists_among_others_counts_its_copies(cluster: Cluster, a: Node) -> None:
     a.put(K, write_once=True)
     cluster.replicate()
@@ -178,6 +192,31 @@ def test_expiry_counts_for_what_is_there_or_on_its_way(cluster: Cluster, a: Node
     assert 0 < expires <= b.content()[K][1] <= expires + S // 4
     cluster.now += 2 * S
     assert b.keys() == set()
+
+
+def test_a_time_to_live_that_is_prolonged_in_time_is_prolonged_on_the_copy_that_hears_of_it_late(
+    cluster: Cluster, a: Node, b: Node
+) -> None:
+    a.put(K, ttl_ms=200)
+    cluster.replicate()
+    cluster.tick()
+    cluster.now += 10 * MS
+    prolonged = a.expire(K, ttl_ms=60_000)
+    cluster.replicate()
+    assert prolonged.statuses == []
+    cluster.cut_off = {B}  # the word that it is committed comes late
+    cluster.now += 400 * MS
+    for node in (a, b):
+        node.journal.reap(cluster.now)
+    assert b.keys() == set(), "it is seen by nobody"
+    cluster.cut_off = set()
+    cluster.tick()
+    assert a.keys() == b.keys() == {K}
+    assert abs(a.content()[K][1] - b.content()[K][1]) < S
+    cluster.now += 64 * S
+    for node in (a, b):
+        node.journal.reap(cluster.now)
+        assert node.store.stats().objects == 0
 
 
 def test_a_miss_that_rests_on_a_delete_under_way_is_told_after_it(

@@ -127,7 +127,8 @@ BAD_REQUESTS: dict[str, tuple[Kind, wire.Body, Sequence[bytes]]] = {
     ),
     "an alloc without a size": (Kind.ALLOC, wire.Alloc([b"bad"], [], wire.PutOptions()), ()),
     "an answer as a request": (Kind.VALUES, wire.Values(b"", [], []), ()),
-    "a kind that nobody serves": (Kind.DRAIN, wire.Empty(), ()),
+    "a kind that nobody serves": (Kind.PONG, wire.Empty(), ()),
+    "operations of somebody who is no node": (Kind.REPLICATE, wire.Replicate([]), ()),
 }  # fmt: skip
 
 
