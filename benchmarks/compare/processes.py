@@ -26,7 +26,8 @@ class Spec:
     """How to drive a store: its name in tables, its class and the arguments of that.
 
     ``python``: which interpreter the worker runs on. ``crowd``: arguments that differ for a client
-    that is one of many. ``limit``: no store, but what the machine can do; nothing to verify.
+    that is one of many. ``pids``: its server processes, most of whose work is this store's.
+    ``limit``: no store, but what the machine can do; nothing to verify.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Spec:
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
         crowd: dict[str, Any] | None = None,
+        pids: Sequence[int] = (),
         limit: bool = False,
         **options: Any,
     ) -> None:
         self.name, self.store, self.python, self.options = name, store, python, options
         self.environment = environment or {}
         self.crowd = crowd or {}
+        self.pids = tuple(pids)
         self.limit = limit
 
 
@@ -138,6 +141,11 @@ class Servers:
             )  # fmt: skip
         self._processes.append(process)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        return self._processes[-1].pid
+
     def start_on_port(self, command: Callable[[int], Sequence[str]], **environment: str) -> int:
         """The port, once the server listens there. Raises StoreFailed."""
         port = free_port()
@@ -177,3 +185,12 @@ def free_port() -> int:
 def connects(port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Processor time that the processes have taken so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -47,17 +47,21 @@ def start_all(
 def p2pkv_nodes(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Spec]:
     """One node for all paths but UCX, which has another that registers its memory."""
     paths = [path for path in PATHS if f"p2pkv-{path}" in wanted.names]
+    pids = {}
     if set(paths) - {"ucx"}:
-        _node(servers, etcd, wanted.memory_bytes, "bench")
+        pids["bench"] = _node(servers, etcd, wanted.memory_bytes, "bench")
     for path in paths:
         if path == "ucx":
             if not has_ucx(etcd.endpoints):
                 continue
-            _node(servers, etcd, wanted.memory_bytes, "bench-ucx", "--ucx", "on")
+            pids["bench-ucx"] = _node(
+                servers, etcd, wanted.memory_bytes, "bench-ucx", "--ucx", "on"
+            )
         kind = "P2PKVOnHost" if path == "auto" else "P2PKV"
+        cluster = "bench-ucx" if path == "ucx" else "bench"
         yield Spec(
             f"p2pkv-{path}", f"p2pkv_store:{kind}", endpoints=list(etcd.endpoints), path=path,
-            cluster="bench-ucx" if path == "ucx" else "bench",
+            cluster=cluster, pids=[pids[cluster]],
         )  # fmt: skip
 
 
@@ -94,6 +98,7 @@ def _node(servers: Servers, etcd: EtcdCluster, memory_bytes: int, cluster: str, 
             return False
 
     servers.wait(ready, f"node {cluster}")
+    return servers.pid
 
 
 def redis(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Spec]:
@@ -111,7 +116,7 @@ def redis(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Spec]
     )  # fmt: skip
     where = {"redis": {"port": port}, "redis-unix": {"path": path}}
     for name in names:
-        yield Spec(name, "redis_store:Redis", **where[name])
+        yield Spec(name, "redis_store:Redis", pids=[servers.pid], **where[name])
 
 
 def memcached(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Spec]:
@@ -126,7 +131,8 @@ def memcached(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[S
                       "-m", str(wanted.memory_bytes // MIB), "-I", "16m", "-c", "1024"],
     )  # fmt: skip
     for name in names:
-        yield Spec(f"memcached-{name}", f"memcached_store:{libraries[name]}", port=port)
+        yield Spec(f"memcached-{name}", f"memcached_store:{libraries[name]}", port=port,
+                   pids=[servers.pid])  # fmt: skip
 
 
 def mooncake(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Spec]:
@@ -152,6 +158,7 @@ def mooncake(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Sp
                       f"--metrics_port={free_port()}"],
         **environment,
     )  # fmt: skip
+    pids = [servers.pid]
     storage = servers.start_on_port(
         lambda port: [str(tools / "mooncake_client"), "--host=127.0.0.1", f"--port={port}",
                       f"--global_segment_size={wanted.memory_bytes // MIB} MB",
@@ -159,17 +166,18 @@ def mooncake(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Sp
                       "--metadata_server=P2PHANDSHAKE", "--protocol=tcp", "--threads=1"],
         **environment,
     )  # fmt: skip
+    pids.append(servers.pid)
     small: dict[str, Any] = {"staging_bytes": 64 * MIB}
     if "mooncake-tcp" in wanted.names:
         yield Spec(
             "mooncake-tcp", "mooncake_store:Mooncake", master=master,
-            python=python, environment=environment, crowd=small,
+            python=python, environment=environment, pids=pids, crowd=small,
         )  # fmt: skip
     if "mooncake-shm" in wanted.names:
         yield Spec(
             "mooncake-shm", "mooncake_store:MooncakeOnHost", port=storage,
             pool_bytes=wanted.memory_bytes // 2, python=python, environment=environment,
-            crowd={**small, "pool_bytes": 64 * MIB},
+            pids=pids, crowd={**small, "pool_bytes": 64 * MIB},
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing.cluster import Cluster
 
-from .processes import Spec, StoreFailed, WorkerProcess
+from .processes import Spec, StoreFailed, WorkerProcess, cpu_seconds
 from .work import KIB, MIB
 from .worker import WRITES
 
@@ -225,7 +225,11 @@ def copies(path: str, etcd: EtcdCluster, scale: Scale, say: Say) -> list[Row]:
 
 
 def crowds(specs: Sequence[Spec], scale: Scale, say: Say) -> list[Row]:
-    """Several client processes at once: what they get together, and the slowest of them."""
+    """Several client processes at once: what they get together, and the slowest of them.
+
+    All begin together. ``slowest``: the calls of the slowest over the mean of all, 1 is perfectly
+    fair. ``server_us_per_call``: processor time that the store's servers took for a call.
+    """
     rows: list[Row] = []
     for spec in [s for s in specs if not s.limit]:
         say(f"{max(scale.crowds)} clients of {spec.name}")
@@ -236,7 +240,7 @@ def crowds(specs: Sequence[Spec], scale: Scale, say: Say) -> list[Row]:
     return rows
 
 
-def crowd(spec: Spec, scale: Scale) -> list[Row]:
+def crowd(spec: Spec, scale: Scale, workloads: Sequence[str] = CROWD.workloads) -> list[Row]:
     """Raises StoreFailed."""
     with contextlib.ExitStack() as stack:
         workers = [
@@ -248,7 +252,7 @@ def crowd(spec: Spec, scale: Scale) -> list[Row]:
         together(workers, "fill")
         rows = [
             crowd_row(spec, workload, workers[:count], scale.crowd_seconds)
-            for workload in CROWD.workloads
+            for workload in workloads
             for count in scale.crowds
         ]
         together(workers, "clear")
@@ -256,8 +260,9 @@ def crowd(spec: Spec, scale: Scale) -> list[Row]:
 
 
 def crowd_row(spec: Spec, workload: str, workers: list[WorkerProcess], seconds: float) -> Row:
-    begin = time.monotonic_ns() + 200_000_000
+    begin, taken = time.monotonic_ns() + 200_000_000, cpu_seconds(spec.pids)
     got = together(workers, "measure", workload=workload, seconds=seconds, begin_ns=begin)
+    taken = cpu_seconds(spec.pids) - taken
     verified = sum(v["values"] for v in together(workers, "verify", workload=workload))
     rates = [g["calls"] / g["seconds"] for g in got]
     keys = 1 if workload in SINGLES else CROWD.keys
@@ -274,6 +279,7 @@ def crowd_row(spec: Spec, workload: str, workers: list[WorkerProcess], seconds: 
         "keys_per_s": round(keys * sum(rates)),
         "gb_per_s": round(keys * CROWD.size * sum(rates) / 1e9, 3),
         "slowest": round(min(rates) * len(rates) / sum(rates), 2),
+        "server_us_per_call": round(taken * 1e6 / sum(g["calls"] for g in got), 1),
     }
 
 
