@@ -29,7 +29,7 @@ from p2pkv.errors import P2PKVError
 from p2pkv.testing.cluster import Cluster, wait_for
 
 SAMPLES = 12
-SESSION_TTL_S = 2.0
+SESSION_TTL_S = 1.0
 """So long a node keeps the session of a client that is dead."""
 KIB, MIB = 1 << 10, 1 << 20
 KEYS = 256
