@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from nodeside import B
+from nodeside import A, B
 
+from p2pkv.errors import ProtocolError
 from p2pkv.replicas import Batch
-from p2pkv.replicated import Op, OpKind, Prepare
+from p2pkv.replicated import Beacon, Grant, Op, OpKind, Prepare, Talk, decode, encode
 from p2pkv.replication import Entry
 from p2pkv.replicator import OP_BYTES_MAX, fitting
 
@@ -73,3 +74,25 @@ def test_the_parts_make_the_whole_in_its_order(seed: int) -> None:
         assert all(len(p.origins) in (0, len(p.ops)) for p in part.prepares)
         assert all(p.ops for p in part.prepares)
         assert len(part.entries) == 1 or sum(sizes_of(part)) <= 60
+
+
+def test_what_replicas_say_survives_its_encoding() -> None:
+    talk = Talk(A, B, Beacon(7, {3: 4}), Grant(5, [1, 2]))
+    assert decode(encode(talk)) == talk
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"garbage",
+        encode(Talk(A, B))[:-1],
+        encode(Talk(A, B)) + b"\0",
+        encode(Talk(A, B, Beacon(7, {1 << 20: 4}))),
+        encode(Talk(A, B, Beacon(-1, {}))),
+    ],
+    ids=["nothing", "garbage", "cut off", "too long", "no such bucket", "negative"],
+)
+def test_what_is_no_message_between_replicas_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match="between replicas"):
+        decode(frame)

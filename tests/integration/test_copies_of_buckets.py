@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import pytest
-from support import Traffic, figure, new_seed
+from support import Traffic, client_of, figure, new_seed
 
 from p2pkv import NotEnoughReplicas, P2PKVError
 from p2pkv.etcd_server import EtcdCluster
@@ -146,6 +146,20 @@ def test_more_copies_than_there_are_cannot_be_had(etcd: EtcdCluster) -> None:
         with pytest.raises(NotEnoughReplicas):
             kv.put("a", b"1", min_replicas=3)
         assert kv.get("a") is None
+
+
+def test_values_and_batches_larger_than_a_message_are_copied(etcd: EtcdCluster) -> None:
+    limits = {"message_bytes_max": 1 << 20}
+    values = {f"k{i}": b"%d" % i * (100 << 10) for i in range(30)} | {"large": bytes(5 << 20)}
+    with (
+        settled(etcd, 2, limits=limits) as cluster,
+        client_of("Client", cluster, limits=limits, timeout_s=30.0) as kv,
+    ):
+        assert kv.batch_put(values) == [2] * 31
+        wait_for(lambda: figure(kv, "objects") == 2 * 31, "the copies are applied")
+        cluster["n1"].kill()
+        cluster.wait(lambda: cluster.owned("n0") == 64, "n0 has taken over")
+        assert kv.batch_get(list(values)) == list(values.values())
 
 
 # -- nodes that die
