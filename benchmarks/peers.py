@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -109,6 +110,7 @@ def main() -> None:
     options = parse()
     scale = QUICK if options.quick else Scale(options.seconds, options.rounds)
     about = machine()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with this process
     rows = run(options, scale)
     print(report.sections(rows))
     print(f"\n### targets\n\n{targets.table(rows)}")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-START_TIMEOUT_S = 30.0
-ANSWER_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 90.0
+ANSWER_TIMEOUT_S = 180.0
 BENCHMARKS = Path(__file__).parent.parent
 
 

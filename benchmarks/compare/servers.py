@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from p2pkv import Client, ClientConfig, EtcdConfig
+from p2pkv import Client, ucx_library
+from p2pkv.config import ClientConfig, build
 from p2pkv.errors import ConfigError, P2PKVError
 from p2pkv.etcd_server import EtcdCluster
 
@@ -37,7 +38,7 @@ def start_all(
     found.append(Spec("memcpy", "limits:Memcpy", limit=True))
     for start in (p2pkv_nodes, redis, memcached, mooncake):
         try:
-            found += list(start(servers, etcd, wanted))
+            found.extend(start(servers, etcd, wanted))
         except StoreFailed as e:
             say(f"left out: {e}")
     order = {name: i for i, name in enumerate(NAMES)}
@@ -52,8 +53,7 @@ def p2pkv_nodes(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator
         pids["bench"] = _node(servers, etcd, wanted.memory_bytes, "bench")
     for path in paths:
         if path == "ucx":
-            if not has_ucx(etcd.endpoints):
-                continue
+            require_ucx()
             pids["bench-ucx"] = _node(
                 servers, etcd, wanted.memory_bytes, "bench-ucx", "--ucx", "on"
             )
@@ -65,29 +65,21 @@ def p2pkv_nodes(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator
         )  # fmt: skip
 
 
-def has_ucx(endpoints: tuple[str, ...]) -> bool:
-    """Whether clients know this path and libucp can be loaded."""
+def require_ucx() -> None:
+    """Raises StoreFailed if clients do not know this path, or no libucp can be loaded."""
     try:
-        ClientConfig(etcd=EtcdConfig(endpoints=endpoints), path="ucx")
-        from p2pkv import ucx_library
-
-        return bool(ucx_library.ability("ucx"))
-    except (ConfigError, AttributeError, ImportError, ValueError):
-        return False
+        build(ClientConfig, {"seeds": ["tcp://127.0.0.1:1"], "path": "ucx"})
+    except ConfigError as e:
+        raise StoreFailed(f"p2pkv-ucx: {e}") from None
+    facts = ucx_library.doctor()
+    if not facts.usable:
+        raise StoreFailed(f"p2pkv-ucx: {facts.why_not}")
 
 
 def _node(servers: Servers, etcd: EtcdCluster, memory_bytes: int, cluster: str, *more: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "p2pkv.cli",
-        "node",
-        "--node-id",
-        cluster,
-        "--cluster",
-        cluster,
-    ]
-    command += ["--etcd-endpoints", ",".join(etcd.endpoints), "--prefault"]
+    command = [sys.executable, "-m", "p2pkv.cli", "node", "--prefault"]
+    command += ["--node-id", cluster, "--cluster", cluster]
+    command += ["--etcd-endpoints", ",".join(etcd.endpoints)]
     servers.start([*command, "--memory-limit-bytes", str(memory_bytes), *more])
 
     def ready() -> bool:
