@@ -12,15 +12,19 @@ import ctypes
 import errno
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from p2pkv.buffers import address_of
 from p2pkv.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SHM_DIRECTORY = "/dev/shm"
 THP_SWITCH = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -31,6 +35,10 @@ _NAME = re.compile(r"p2pkv-[A-Za-z0-9._-]*-(\d+)-(\d+)-\d+")
 PROOF_BYTES = 16
 _HINT = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
+PREFAULT_PART_BYTES = 256 << 20
+PREFAULT_THREADS_MAX = 8
+_madvise: Any = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _numbers = itertools.count()
 
 
@@ -69,11 +77,16 @@ class Arena:
 
         Without ``prefault`` pages are taken at the first write, so a full /dev/shm shows only
         then, and kills the process: prefault where others use it too. Raises ConfigError if the
-        size is not positive or more than the file system has free, if the hint is not up to 64
-        of ``a-z A-Z 0-9 . _ -``, or if huge pages are asked for and the kernel has them off.
+        size is not positive or more than the file system has free, or if the hint is not up to 64
+        of ``a-z A-Z 0-9 . _ -``. Where huge pages are asked for and the kernel has them off, a
+        warning says what to do, and small ones are taken.
+
+        Prefaulting takes seconds for each 10 GiB, on several threads and without the GIL; from an
+        event loop call this by ``asyncio.to_thread``.
         """
         root = Path(directory)
-        _check(size_bytes, name_hint, huge_pages)
+        _check(size_bytes, name_hint)
+        huge_pages = huge_pages and _huge_pages_given()
         remove_stale(root)
         _check_room(size_bytes, index_bytes, root)
         path, fd = _create_file(root, name_hint)
@@ -166,13 +179,23 @@ def _index_offset(size: int) -> int:
     return -(-(size + PROOF_BYTES) // unit) * unit
 
 
-def _check(size_bytes: int, name_hint: str, huge_pages: bool) -> None:
+def _huge_pages_given() -> bool:
+    """Whether the kernel gives them; a warning if not."""
+    given = huge_pages_enabled()
+    if not given:
+        log.warning(
+            "huge_pages: the kernel gives none to shared memory, so small pages are taken; for "
+            "huge ones write 'advise' to %s (as root) and start again",
+            THP_SWITCH,
+        )
+    return given
+
+
+def _check(size_bytes: int, name_hint: str) -> None:
     if size_bytes <= 0:
         raise ConfigError(f"memory_limit_bytes = {size_bytes}: must be positive")
     if not _HINT.fullmatch(name_hint):
         raise ConfigError(f"name_hint = {name_hint!r}: must be up to 64 of a-z A-Z 0-9 . _ -")
-    if huge_pages and not huge_pages_enabled():
-        raise ConfigError(f"huge_pages = True: write 'advise' to {THP_SWITCH} first")
 
 
 def _check_room(size_bytes: int, index_bytes: int, root: Path) -> None:
@@ -220,9 +243,30 @@ def _map(fd: int, size: int, huge_pages: bool, prefault: bool) -> mmap.mmap:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     if prefault:
         try:
-            mapping.madvise(_MADV_POPULATE_WRITE)
+            _populate(mapping)
         except OSError as e:
             if e.errno == errno.ENOMEM:
                 raise
             os.posix_fallocate(fd, 0, size)  # older kernels; and it says so if there is no room
     return mapping
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Take all pages, in parts on several threads: zeroing them is what takes the time.
+
+    By ctypes, since ``mmap.madvise`` keeps the GIL. Raises OSError.
+    """
+    with memoryview(mapping) as view:
+        base, size = address_of(view), len(view)
+
+        def take(start: int) -> int:
+            length = min(PREFAULT_PART_BYTES, size - start)
+            if _madvise(base + start, length, _MADV_POPULATE_WRITE) == 0:
+                return 0
+            return ctypes.get_errno()
+
+        threads = min(PREFAULT_THREADS_MAX, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="p2pkv-prefault") as pool:
+            failures = [e for e in pool.map(take, range(0, size, PREFAULT_PART_BYTES)) if e]
+    if failures:
+        raise OSError(failures[0], os.strerror(failures[0]))

@@ -271,7 +271,7 @@ class AsyncClient(AsyncTensorCalls):
 
     async def close(self) -> None:
         """Close the sockets; calls under way end with ClosedClient or Unreachable."""
-        self._driver.close()
+        await self._driver.aclose()
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ or where none can be had.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import deque
@@ -18,11 +19,20 @@ from typing import Any, TypeVar
 
 import zmq
 
-from p2pkv import discovery, wire
+from p2pkv import discovery, paths, ucx_library, wire
 from p2pkv.async_path import OFF_LOOP_MIN, AsyncPath, Call, Calls
+from p2pkv.async_remote import AsyncUcx, RemoteArena
 from p2pkv.clock import SECOND_NS, monotonic
 from p2pkv.config import ClientConfig
-from p2pkv.errors import ClosedClient, ConfigError, ForkedClient, P2PKVError, ProtocolError
+from p2pkv.errors import (
+    ClosedClient,
+    ConfigError,
+    ForkedClient,
+    P2PKVError,
+    ProtocolError,
+    Unreachable,
+)
+from p2pkv.paths import Ability
 from p2pkv.published import Published
 from p2pkv.routing import (
     Answer,
@@ -37,15 +47,23 @@ from p2pkv.routing import (
     Router,
     note_lost,
 )
+from p2pkv.shared_memory import SharedArena
 from p2pkv.transport import ClientSession, Link, Waiter, new_client_id
 from p2pkv.types import Member
+from p2pkv.ucx_library import UcxUnavailable
+from p2pkv.ucx_transfer import UcxConfig, UcxEngine
 from p2pkv.wire import Kind
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Local = Callable[[Request, Callable[[Reply], None]], None]
 """Answers a request in process, at once or later."""
 OffLoop = Callable[[Callable[[], None]], "asyncio.Future[None]"]
 
+NO_UCX_NS = 30 * SECOND_NS
+"""After UCX failed UCX_FAILURES_MAX times, so long bytes go another way, if the path is free."""
+UCX_FAILURES_MAX = 3
 NO_DATA_NS = 5 * SECOND_NS
 """After a data connection could not be made, so long everything goes over ZeroMQ."""
 COPY_THREADS = 2
@@ -69,6 +87,7 @@ class _Peer:
         data: bool,
         off_loop: OffLoop,
         published: Published,
+        ucx: Callable[[], AsyncUcx],
     ) -> None:
         self.path: AsyncPath | None = None
         self._to = to
@@ -82,6 +101,13 @@ class _Peer:
         self.waiting: dict[int, Call] = {}
         self.backlog: deque[Call] = deque()
         self._closed = False
+        self._ucx = ucx
+        self._no_ucx_before = 0
+        self._attaching = False
+        self._hopeless: ConfigError | None = None
+        """Why there can be no path as it must be."""
+        self._attached: RemoteArena | None = None
+        """The node's arena by UCX, for the next path."""
         self._listen()
 
     @property
@@ -119,6 +145,11 @@ class _Peer:
         if path is not None and path.ready:
             path.submit(call)
             return True
+        if self._hopeless is not None:
+            call.fail(self._hopeless)
+            return True
+        if self._attaching and self._config.path == "ucx":
+            return False
         return self._send_control(call)
 
     def _send_control(self, call: Call) -> bool:
@@ -199,14 +230,79 @@ class _Peer:
         link = self.link
         if link.closed or link.welcome is None or monotonic() < self._no_data_before:
             return None
-        shared = self._config.path == "auto"
+        if self._attached is None and self._by_ucx(link.welcome):
+            self._attach()
+            return None
+        if self._hopeless is not None:
+            return None
+        remote, self._attached = self._attached, None
+        shared = self._config.path == "auto" and remote is None
         try:
             self.path = AsyncPath(
-                link.welcome, self._session, self._config.limits, shared, self, self._off_loop
+                link.welcome,
+                self._session,
+                self._config.limits,
+                shared,
+                self,
+                self._off_loop,
+                remote,
             )
         except (OSError, ValueError):
+            if remote is not None:
+                remote.close()
             self._no_data_before = monotonic() + NO_DATA_NS
         return self.path
+
+    # -- UCX
+
+    def _by_ucx(self, welcome: wire.Welcome) -> bool:
+        """Whether the way to the node's memory is UCX."""
+        wanted = self._config.path
+        choice = paths.choose(wanted, False, ucx_library.ability(wanted), Ability(welcome.ucx))
+        if not choice.path:
+            self._hopeless = ConfigError(f"{self.link.endpoint}: {choice.why}")
+        if choice.path != "ucx" or (wanted != "ucx" and monotonic() < self._no_ucx_before):
+            return False
+        return wanted == "ucx" or not welcome.arena or SharedArena.open(*welcome.arena) is None
+
+    def _attach(self) -> None:
+        """Exchange addresses and keys over the control connection; then there is a path."""
+        if self._attaching:
+            return
+        try:
+            ucx = self._ucx()
+        except P2PKVError as e:
+            self._without_ucx(str(e))
+            return
+        body = wire.Attach(ucx.engine.address, ucx.region.handle)
+        calls = Calls([Request("", Kind.ATTACH, body)], asyncio.get_running_loop())
+        calls.future.add_done_callback(lambda _: self._take_attached(ucx, calls.answers[0]))
+        self._attaching = self._send_control(Call(calls, 0))
+
+    def _take_attached(self, ucx: AsyncUcx, answer: Answer | None) -> None:
+        self._attaching = False
+        if self._closed:
+            return
+        if not isinstance(answer, Reply) or answer.kind != Kind.ATTACHED:
+            self._without_ucx("the node did not answer to ATTACH")
+            return
+        try:
+            reads = self._config.ucx_reads
+            self._attached = RemoteArena(ucx, self.link.endpoint, answer.body, reads)
+        except P2PKVError as e:
+            self._without_ucx(str(e))
+            return
+        self._connect()
+
+    def _without_ucx(self, why: str) -> None:
+        log.warning("%s: no UCX for now: %s", self.link.endpoint, why)
+        self._no_ucx_before = monotonic() + NO_UCX_NS
+        if self._config.path == "ucx":
+            calls, self.backlog = self.backlog, deque()
+            for call in calls:
+                call.answer(Lost(f"path = 'ucx': {why}"))
+        else:
+            self._send_backlog()
 
     def path_ready(self) -> None:
         if self.path is not None and self.path.arena is not None:
@@ -214,6 +310,11 @@ class _Peer:
         self._send_backlog()
 
     def path_freed(self) -> None:
+        path = self.path
+        if path is not None and path.failures >= UCX_FAILURES_MAX and self._config.path == "auto":
+            self._without_ucx(f"{path.failures} failures, one after the other")
+            path.forgo_ucx()
+            path.failures = 0
         if self.backlog:
             self._send_backlog()
 
@@ -272,6 +373,8 @@ class _Peer:
         self._end_all(_CLOSED)
         if self.path is not None:
             self.path.lose(_CLOSED.reason)
+        if self._attached is not None:
+            self._attached.close()
 
 
 class AsyncDriver:
@@ -285,6 +388,7 @@ class AsyncDriver:
         member: Member | None = None,
         local: Local | None = None,
         find: Callable[[float], list[str]] | None = None,
+        engine: UcxEngine | None = None,
     ) -> None:
         self._config = config
         self._router = router
@@ -301,6 +405,8 @@ class AsyncDriver:
         self._finding: asyncio.Task[list[str]] | None = None
         self._peers: dict[Peer, _Peer] = {}
         self._threads: ThreadPoolExecutor | None = None
+        self._engine = engine
+        self._ucx: AsyncUcx | None = None
         self._pid = os.getpid()
         self.closed = False
 
@@ -415,7 +521,14 @@ class AsyncDriver:
             link = Link(self._context, endpoint, session, self._hello, self._config.limits)
             data = not ring and self._config.path != "zmq"
             peer = self._peers[to] = _Peer(
-                to, link, session, self._config, data, self._off_loop, self._published
+                to,
+                link,
+                session,
+                self._config,
+                data,
+                self._off_loop,
+                self._published,
+                self._ucx_of_all,
             )
         return peer
 
@@ -431,6 +544,26 @@ class AsyncDriver:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="p2pkv-copy")
         return asyncio.get_running_loop().run_in_executor(self._threads, job)
+
+    def _ucx_of_all(self) -> AsyncUcx:
+        """Raises P2PKVError where there is none."""
+        if self._ucx is None:
+            if self._engine is None and self._member is not None:
+                raise UcxUnavailable("this node does without (its configuration: ucx)")
+            own = self._engine is None
+            options = ucx_library.options_for(self._config.path)
+            engine = self._engine or UcxEngine(UcxConfig(options=options))
+            self._ucx = AsyncUcx(engine, own)
+        if self._ucx.spent:
+            raise Unreachable("no memory is left for UCX after failures: make a new client")
+        return self._ucx
+
+    async def aclose(self) -> None:
+        """As ``close``, and wait until UCX has let go of all memory."""
+        self.close()
+        ucx, self._ucx = self._ucx, None
+        if ucx is not None:
+            await ucx.close()
 
     def close(self) -> None:
         if self.closed or os.getpid() != self._pid:

@@ -17,12 +17,14 @@ from functools import partial
 from typing import Protocol
 
 from p2pkv import wire
+from p2pkv.async_remote import SLOT_BYTES, Fetch, Job, RemoteArena, Store
 from p2pkv.clock import SECOND_NS, monotonic
 from p2pkv.config import Limits
 from p2pkv.connection import Connection, Outgoing
 from p2pkv.errors import P2PKVError, ProtocolError
+from p2pkv.remote_memory import RemotePut
 from p2pkv.routing import Answer, Lost, Reply, Request
-from p2pkv.shared_memory import LocatedValues, SharedArena, SharedPut, message_for
+from p2pkv.shared_memory import LocatedValues, Memory, SharedArena, SharedPut, message_for
 from p2pkv.stream import Closed, Landing, configure, opening, parse_endpoint, preface, wait_for_ever
 from p2pkv.transport import ClientSession
 from p2pkv.wire import Fault, Kind
@@ -38,6 +40,8 @@ OFF_LOOP_MIN = 4 << 20
 the loop would stand still for about as long (see benchmarks/async_micro.py)."""
 PART_BYTES = 1 << 20
 """One receive into a value of its own asks for no more."""
+
+_NOT_SENT = Reply(Kind.ERROR, wire.Error(Fault.NOT_READY, "the connection was lost"), ())
 
 _scratch = memoryview(bytearray(64 << 10))
 """Where bytes go that nobody wants."""
@@ -57,6 +61,11 @@ class Calls:
         self.future: asyncio.Future[None] = loop.create_future()
         self.copies: set[asyncio.Future[None]] = set()
         """Copies from or to the caller's memory, on threads."""
+
+    def fail(self, error: P2PKVError) -> None:
+        """End the exchange with an error."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
     def answer(self, index: int, answer: Answer) -> None:
         if self.answers[index] is None:
@@ -80,7 +89,7 @@ class Calls:
 class Call:
     """One of them, on its way to its peer."""
 
-    __slots__ = ("_calls", "_index", "put", "request")
+    __slots__ = ("_calls", "_index", "asked_ns", "plain", "put", "request")
 
     def __init__(self, calls: Calls, index: int) -> None:
         self._calls = calls
@@ -88,9 +97,15 @@ class Call:
         self.request = calls.requests[index]
         self.put: SharedPut | None = None
         """What is being written to the node's memory, or committed."""
+        self.asked_ns = 0
+        self.plain = False
+        """Whether its bytes travel on the connection, whatever else there is."""
 
     def answer(self, answer: Answer) -> None:
         self._calls.answer(self._index, answer)
+
+    def fail(self, error: P2PKVError) -> None:
+        self._calls.fail(error)
 
     @property
     def over(self) -> bool:
@@ -136,8 +151,8 @@ class _Message(Outgoing):
 class AsyncPath(Connection):
     """A data connection to one node, and its arena if it is on this host.
 
-    ``off_loop`` runs a copy on a thread. Raises OSError, ValueError if there is no way to the
-    node's data endpoint.
+    ``off_loop`` runs a copy on a thread. ``remote`` is its arena by UCX, if it is not on this
+    host. Raises OSError, ValueError if there is no way to the node's data endpoint.
     """
 
     def __init__(
@@ -148,7 +163,10 @@ class AsyncPath(Connection):
         shared: bool,
         owner: Owner,
         off_loop: Callable[[Callable[[], None]], asyncio.Future[None]],
+        remote: RemoteArena | None = None,
     ) -> None:
+        self.failures = 0
+        """Of UCX, one after the other."""
         self.ready = False
         """The node has answered on it, and knows the session."""
         self.proven = False
@@ -162,6 +180,10 @@ class AsyncPath(Connection):
         self._waiting: dict[int, Call | None] = {}
         """None: the call is over, its answer wanted by nobody."""
         self._copying = 0
+        """Copies and UCX's transfers that may be using memory of a call or of the node."""
+        self._remote = remote
+        self._by_ucx = True
+        self._pushes: dict[int, Fetch] = {}
         self._landing: Landing | None = None
         self._values: list[bytes] = []
         self._parts: list[bytes] = []
@@ -177,7 +199,7 @@ class AsyncPath(Connection):
             self._arena = None
             if shared and welcome.arena:
                 self._arena = SharedArena.open(*welcome.arena, index=welcome.index)
-            if self._arena is not None:
+            if self._arena is not None or remote is not None:
                 wait_for_ever(sock)
             self._greet(welcome.token)
         except BaseException:
@@ -211,7 +233,10 @@ class AsyncPath(Connection):
     # -- sending
 
     def submit(self, call: Call) -> None:
-        message = message_for(call.request, self._session, self._arena)
+        place: Memory | None = self._arena or (self._remote if self._by_ucx else None)
+        place = None if call.plain else place
+        message = message_for(call.request, self._session, place)
+        call.asked_ns = monotonic()
         self._ask(message, call, None if message.kind == Kind.ALLOC else call.request)
 
     def _ask(self, message: Request, call: Call | None, counts: Request | None) -> None:
@@ -328,7 +353,9 @@ class AsyncPath(Connection):
             self._take_pong(reply)
             return
         del self._waiting[head.request]
-        if call is None:
+        if (fetch := self._pushes.pop(head.request, None)) is not None:
+            fetch.pushed(reply)
+        elif call is None:
             self._give_back(reply)
         else:
             try:
@@ -340,7 +367,9 @@ class AsyncPath(Connection):
 
     def _give_back(self, reply: Reply) -> None:
         """What the node holds for a call that is over."""
-        if reply.kind == Kind.ALLOCATED:
+        if reply.kind == Kind.VALUES and reply.body.token:
+            self._send_off(Kind.RELEASE, wire.Release([reply.body.token]))
+        elif reply.kind == Kind.ALLOCATED:
             self._send_off(Kind.ABORT, wire.Abort([id for id in reply.body.ids if id]))
         elif reply.kind == Kind.OPENED:
             self._send_off(Kind.RELEASE, wire.Release([id for id in reply.body.tokens if id]))
@@ -368,6 +397,11 @@ class AsyncPath(Connection):
             self._fill(call, reply)
         elif reply.kind == Kind.STATUSES and call.put is not None:
             call.answer(call.put.reply(reply))
+        elif call.request.kind == Kind.PUT and self._no_room(reply, call):
+            call.plain = True
+            self.submit(call)
+        elif reply.kind == Kind.VALUES and reply.body.offsets and self._remote is not None:
+            self._begin_job(Fetch(self, self._remote, call, reply))
         elif reply.kind == Kind.VALUES and reply.body.offsets and self._arena is not None:
             located = LocatedValues(self._arena, call.request, reply)
             self._copy(call, located, lambda: call.answer(located.reply()))
@@ -384,6 +418,9 @@ class AsyncPath(Connection):
     # -- through the node's memory
 
     def _fill(self, call: Call, reply: Reply) -> None:
+        if self._remote is not None:
+            self._fill_remote(self._remote, call, reply)
+            return
         if self._arena is None:
             raise ProtocolError("room in a memory that is not shared")
         put = call.put = SharedPut(self._arena, call.request, reply.body)
@@ -418,6 +455,55 @@ class AsyncPath(Connection):
         except (P2PKVError, OSError, asyncio.CancelledError) as e:
             call.answer(Lost(f"copy: {e}"))
             self._broken(e)
+        self._close_when_written()
+        if not self.closed:
+            self._freed()
+
+    # -- by UCX
+
+    def _no_room(self, reply: Reply, call: Call) -> bool:
+        """Whether the node gives no room to writers from other hosts at the moment."""
+        refused = reply.kind == Kind.ERROR and reply.body.fault == Fault.NOT_READY
+        return refused and self._remote is not None and not call.plain
+
+    def _fill_remote(self, remote: RemoteArena, call: Call, reply: Reply) -> None:
+        put = RemotePut(remote, call.request, reply.body, SLOT_BYTES)
+        call.put = put
+        if put.made:
+            self._begin_job(Store(self, remote, call, put))
+        else:
+            call.answer(put.reply())
+
+    def _begin_job(self, job: Job) -> None:
+        self._copying += 1
+        job.start()
+
+    def forgo_ucx(self) -> None:
+        """From now on all bytes travel on the connection."""
+        self._by_ucx = False
+
+    def push(self, fetch: Fetch, body: wire.Push) -> None:
+        """Have the node write into a slot."""
+        if self.closed:
+            fetch.pushed(_NOT_SENT)
+            return
+        request = Request("", Kind.PUSH, body)
+        request.id = self._session.next_number()
+        self._pushes[request.id] = fetch
+        self._ask(request, None, None)
+
+    def job_ended(self, job: Job) -> None:
+        """It has answered its call, or nobody waits for it; or it is to be committed."""
+        if isinstance(job, Fetch):
+            self._send_off(Kind.RELEASE, wire.Release([job.values.token]))
+        elif isinstance(job, Store) and job.memory_in_use and self._remote is not None:
+            self._remote.ucx.keep(self._sock)
+            return  # nothing is said, and the connection stays: both would mean that it is over
+        elif isinstance(job, Store) and job.complete:
+            self._commit(job.call, job.put)
+        elif isinstance(job, Store):
+            self._send_off(Kind.ABORT, wire.Abort(job.put.ids, job.late))
+        self._copying -= 1
         self._close_when_written()
         if not self.closed:
             self._freed()
@@ -485,6 +571,11 @@ class AsyncPath(Connection):
         for call in waiting.values():
             if call is not None:
                 call.answer(Lost(reason))
+        pushes, self._pushes = self._pushes, {}
+        for fetch in pushes.values():
+            fetch.pushed(None)
+        if self._remote is not None:
+            self._remote.close()
         self._owner.path_lost(self)
 
     def _close_when_written(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import zmq
 from zmq.backend import zmq_poll
 
-from p2pkv import discovery, wire
+from p2pkv import clock, discovery, paths, ucx_library, wire
 from p2pkv.config import ClientConfig
 from p2pkv.data_path import DataExchange, DataPath
 from p2pkv.errors import (
@@ -26,7 +26,9 @@ from p2pkv.errors import (
     ForkedClient,
     P2PKVError,
     ProtocolError,
+    Unreachable,
 )
+from p2pkv.paths import Ability
 from p2pkv.published import Published
 from p2pkv.routing import (
     Answer,
@@ -41,7 +43,11 @@ from p2pkv.routing import (
     Router,
     note_lost,
 )
+from p2pkv.shared_memory import SharedArena
 from p2pkv.transport import ClientSession, Link, new_client_id
+from p2pkv.types import Member
+from p2pkv.ucx_blocking import BlockingEngine
+from p2pkv.ucx_client import RemoteArena
 from p2pkv.wire import Kind
 
 T = TypeVar("T")
@@ -51,6 +57,11 @@ SPIN_NS = 100_000
 SPIN_RETRY = 64
 QUICK_MS = 20
 """How long a single request waits before the peer's connection is looked at, too."""
+NO_UCX_S = 30.0
+"""After UCX failed UCX_FAILURES_MAX times, so long bytes go another way, if the path is free."""
+UCX_FAILURES_MAX = 3
+UCX_SLOT_BYTES = 16 << 20
+ATTACH_TIMEOUT_S = 2.0
 NO_DATA_S = 5.0
 """After a data connection could not be made, so long everything goes over ZeroMQ."""
 
@@ -84,6 +95,8 @@ class Channel:
         self._links: dict[Peer, Link] = {}
         self._data: dict[Peer, DataPath] = {}
         self._no_data_before: dict[Peer, float] = {}
+        self._no_ucx_before: dict[Peer, float] = {}
+        self._engine: BlockingEngine | None = None
         self._calls = 0
         self._spin_pays = True
 
@@ -94,9 +107,12 @@ class Channel:
             answer = path.read(requests[0], deadline_ns) if path is not None else None
             if answer is not None:
                 return [answer]
-        paths = self._paths(requests)
-        if paths is not None:
-            answers = self._exchange_data(requests, paths, deadline_ns)
+        try:
+            ways = self._paths(requests, deadline_ns)
+        except Unreachable as e:
+            return [Lost(str(e)) for _ in requests]
+        if ways is not None:
+            answers = self._exchange_data(requests, ways, deadline_ns)
             if answers is not None:
                 return answers
         return self._exchange_control(requests, deadline_ns)
@@ -108,7 +124,7 @@ class Channel:
         exchange = DataExchange(requests, paths)
         answers = exchange.run(deadline_ns)
         for peer, path in list(self._data.items()):
-            if path in exchange.broken or path in exchange.forgotten:
+            if self._worn(peer, path) or path in exchange.broken or path in exchange.forgotten:
                 del self._data[peer]
                 path.close()
                 self._published.prune()
@@ -118,6 +134,13 @@ class Channel:
             return None
         return answers
 
+    def _worn(self, peer: Peer, path: DataPath) -> bool:
+        """Whether UCX does not work on it (any more)."""
+        if path.failures >= UCX_FAILURES_MAX and self._config.path == "auto":
+            self._no_ucx_before[peer] = time.monotonic() + NO_UCX_S
+            return True
+        return path.spent
+
     def _renew(self, peer: Peer) -> None:
         """The data connection's token is not accepted: begin the session again."""
         link = self._links.get(peer)
@@ -125,17 +148,17 @@ class Channel:
             link.welcome = None
             link.greet()
 
-    def _paths(self, requests: Sequence[Request]) -> list[DataPath] | None:
+    def _paths(self, requests: Sequence[Request], deadline_ns: int) -> list[DataPath] | None:
         """The data path of each request, if all have one."""
         paths: list[DataPath] = []
         for request in requests:
-            path = self._data.get(request.to) or self._connect(request.to)
+            path = self._data.get(request.to) or self._connect(request.to, deadline_ns)
             if path is None:
                 return None
             paths.append(path)
         return paths
 
-    def _connect(self, peer: Peer) -> DataPath | None:
+    def _connect(self, peer: Peer, deadline_ns: int) -> DataPath | None:
         """The data path to a peer that has welcomed us."""
         link = self._links.get(peer)
         if isinstance(peer, str) or link is None or self._config.path == "zmq":
@@ -151,10 +174,51 @@ class Channel:
         except (OSError, ValueError):
             self._no_data_before[peer] = time.monotonic() + NO_DATA_S
             return None
+        try:
+            path.arena = path.arena or self._attach(peer, welcome, deadline_ns)
+        except BaseException:
+            path.close()
+            raise
         self._data[peer] = path
-        if path.arena is not None:
+        if isinstance(path.arena, SharedArena):
             self._published.add(peer, path.arena)
         return path
+
+    # -- UCX
+
+    def _attach(self, peer: Member, welcome: wire.Welcome, deadline_ns: int) -> RemoteArena | None:
+        """The peer's arena by UCX, if that is the path to it.
+
+        Where it must be, raises ConfigError if it cannot, Unreachable if it does not at the moment.
+        """
+        wanted = self._config.path
+        choice = paths.choose(wanted, False, ucx_library.ability(wanted), Ability(welcome.ucx))
+        if not choice.path:
+            raise ConfigError(f"{peer}: {choice.why}")
+        if choice.path != "ucx" or time.monotonic() < self._no_ucx_before.get(peer, 0.0):
+            return None
+        try:
+            return self._introduce(peer, deadline_ns)
+        except P2PKVError as e:
+            if wanted == "ucx":
+                raise Unreachable(f"{peer}: path = 'ucx': {e}") from None
+            self._no_ucx_before[peer] = time.monotonic() + NO_UCX_S
+            return None
+
+    def _introduce(self, peer: Member, deadline_ns: int) -> RemoteArena:
+        """Exchange addresses and keys over the control connection."""
+        if self._engine is None or self._engine.closed:
+            self._engine = BlockingEngine(
+                UCX_SLOT_BYTES, ucx_library.options_for(self._config.path)
+            )
+        body = wire.Attach(self._engine.address, self._engine.handle)
+        limit_ns = min(deadline_ns, time.monotonic_ns() + clock.seconds(ATTACH_TIMEOUT_S))
+        (answer,) = self._exchange_control([Request(peer, Kind.ATTACH, body)], limit_ns)
+        if isinstance(answer, Lost):
+            raise Unreachable(answer.reason)
+        if answer.kind != Kind.ATTACHED:
+            raise ProtocolError(getattr(answer.body, "message", "an unexpected answer to ATTACH"))
+        return RemoteArena(self._engine, str(peer), answer.body, self._config.ucx_reads)
 
     def _exchange_control(self, requests: Sequence[Request], deadline_ns: int) -> list[Answer]:
         """Over ZeroMQ: what begins a session, and all for which there is no data connection."""
@@ -197,6 +261,11 @@ class Channel:
         self._spin_pays = False
         return False
 
+    def path_to(self, peer: Peer) -> str:
+        """How values travel to and from a peer now: shm, ucx, tcp, or zmq."""
+        path = self._data.get(peer)
+        return "zmq" if path is None else path.name
+
     def link(self, peer: Peer) -> Link | None:
         link = self._links.get(peer)
         if link is None:
@@ -219,6 +288,8 @@ class Channel:
                     self._data.pop(peer).close()
 
     def close(self) -> None:
+        if self._engine is not None:  # before the nodes hear of the end
+            self._engine.close()
         for path in self._data.values():
             path.close()
         self._data.clear()
@@ -434,6 +505,11 @@ class SocketDriver:
             return None
         left = (effect.deadline_ns - time.monotonic_ns()) / 1e9
         return discovery.find_blocking(self._config, max(left, 0.01))
+
+    def path_to(self, peer: Peer) -> str:
+        """How the last operation's values travel to and from a peer: shm, ucx, tcp, or zmq."""
+        with self._freed:
+            return self._idle[-1].path_to(peer) if self._idle else "zmq"
 
     def close(self) -> None:
         if os.getpid() != self._pid:

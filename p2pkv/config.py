@@ -195,9 +195,18 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hard_pin_quota: Annotated[float, Limit(ge=0, le=1)] = 0.25
     """Share of memory_limit_bytes that hard-pinned objects may take."""
     huge_pages: bool = False
-    """Ask the kernel for huge pages; refused where it gives none to shared memory."""
+    """Ask the kernel for huge pages. It gives them to shared memory once ``advise`` is written to
+    /sys/kernel/mm/transparent_hugepage/shmem_enabled; else a warning says so, and the pages are
+    small."""
     prefault: bool = False
     """Take all memory at the start instead of at first use."""
+    ucx: Annotated[str, Limit(pattern="^(auto|on|off)$")] = "auto"
+    """Whether other hosts may reach the memory by UCX, which pins all of it. ``auto``: where there
+    is an RDMA device that UCX can use. ``on``: by any transport, so also by TCP, which is for tests
+    only: a client that dies may end the node. The node does not start without."""
+    ucx_quarantine_s: Positive = 30.0
+    """Memory that a client on another host may still write to is used for nothing else for so
+    long after the client has let go of it or is dead."""
 
     published_index: bool = True
     """Let clients on this host find and read values in shared memory without asking the node."""
@@ -305,9 +314,14 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_s: Positive = 5.0
     """Deadline of a call that does not give its own."""
     limits: Limits = Limits()
-    path: Annotated[str, Limit(pattern="^(auto|tcp|zmq)$")] = "auto"
-    """How bytes travel. ``auto``: through shared memory on the node's host, else over a data
-    connection, else over ZeroMQ. ``tcp``: no shared memory. ``zmq``: no data connection either."""
+    path: Annotated[str, Limit(pattern="^(auto|tcp|zmq|ucx)$")] = "auto"
+    """How bytes travel. ``auto``: through shared memory on the node's host, else by UCX where both
+    sides have RDMA, else over a data connection, else over ZeroMQ. ``tcp``: neither shared memory
+    nor UCX. ``zmq``: no data connection either. ``ucx``: by UCX on whatever transport it finds;
+    without RDMA for tests only: a node that dies may end the client."""
+    ucx_reads: Annotated[str, Limit(pattern="^(auto|read|write)$")] = "auto"
+    """Who moves the bytes of a get by UCX. ``read``: the client, by one-sided reads. ``write``: the
+    node, into the client's memory. ``auto``: the client, where its hardware can."""
     read: Annotated[str, Limit(pattern="^(any|primary)$")] = "any"
     """Who may answer a get when a bucket's primary does not: ``any`` of its copies, with what was
     put ``write_once``, whose content cannot differ; or nobody but the ``primary``."""

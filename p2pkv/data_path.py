@@ -1,7 +1,7 @@
 """The way of a blocking client's requests: a data connection to each node, or through its memory.
 
 What memory that is shared makes of requests and answers stands in ``shared_memory``; where there is
-none, bytes travel on the connection.
+none, bytes travel on the connection, or by UCX (``ucx_client``) to and from the node's memory.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from p2pkv import _native, wire
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import DeviceError, ProtocolError
 from p2pkv.read_link import ReadLink, kind_of
+from p2pkv.remote_memory import RemotePut, RemoteValues
 from p2pkv.routing import Answer, Lost, Reply, Request
 from p2pkv.shared_memory import LocatedValues, SharedArena, SharedPut, message_for
 from p2pkv.stream import Closed, DataLink, Late
 from p2pkv.transport import ClientSession
+from p2pkv.ucx_client import FAILURES, RemoteArena
+from p2pkv.ucx_peers import TransferTimeout
 from p2pkv.views import Lessor
 from p2pkv.wire import Kind
 
@@ -27,10 +32,24 @@ NO_READS_NS = 5 * SECOND_NS
 """After a read connection broke, so long the owner is asked."""
 UNREACHABLE_NS = 60 * SECOND_NS
 """The same after none could be made."""
+GRACE_NS = 100 * MILLISECOND_NS
+"""To tell the node what became of its memory, also after the deadline."""
+
+
+def _is_view(path: DataPath, body: object) -> bool:
+    """Whether it asks for values that can be looked at where they lie."""
+    return isinstance(path.arena, SharedArena) and isinstance(body, wire.Open) and body.view
+
+
+def _no_room(reply: Reply, path: DataPath, call: _Call) -> bool:
+    """Whether the node gives no room to writers from other hosts at the moment."""
+    refused = reply.kind == Kind.ERROR and reply.body.fault == wire.Fault.NOT_READY
+    return refused and isinstance(path.arena, RemoteArena) and not call.plain
 
 
 class DataPath:
-    """The data connection to one node, its arena if it is on this host, else a read connection."""
+    """The data connection to one node, and its arena if that can be reached, by mapping or by UCX;
+    else a read connection."""
 
     def __init__(
         self, welcome: wire.Welcome, session: ClientSession, limits: Limits, shared: bool
@@ -39,13 +58,17 @@ class DataPath:
         if not welcome.data:
             raise ValueError("the node has no data endpoint")
         self.link = DataLink(welcome.data[0], session.id, welcome.token, limits, CONNECT_TIMEOUT_S)
-        self.arena: SharedArena | None = None
+        self.arena: SharedArena | RemoteArena | None = None
         if shared and welcome.arena:
             self.arena = SharedArena.open(*welcome.arena, index=welcome.index)
         self.session = session
         self._welcome = welcome
         self._limits = limits
         self._lessor: Lessor | None = None
+        self.early: list[tuple[int, Reply]] = []
+        """Answers that came while another was waited for."""
+        self.failures = 0
+        """Of UCX, one after the other."""
         self.proven = False
         """Whether it has answered anything yet."""
         self.used_ns = time.monotonic_ns()
@@ -74,7 +97,7 @@ class DataPath:
     def reads(self) -> ReadLink | None:
         """The read connection, unless something must go over the other first."""
         now = time.monotonic_ns()
-        if now - self.used_ns > self._idle_max_ns:
+        if self.arena is not None or now - self.used_ns > self._idle_max_ns:
             return None
         if self._reads is None and now >= self._no_reads_before_ns:
             self._connect(now)
@@ -98,7 +121,7 @@ class DataPath:
     def lessor(self) -> Lessor:
         """What gives views of the node's memory, which is shared. Raises OSError."""
         if self._lessor is None or self._lessor.broken:
-            assert self.arena is not None
+            assert isinstance(self.arena, SharedArena)
             welcome = self._welcome
             link = DataLink(
                 welcome.data[0], self.session.id, welcome.token, self._limits, CONNECT_TIMEOUT_S
@@ -106,7 +129,24 @@ class DataPath:
             self._lessor = Lessor(self.arena, link)
         return self._lessor
 
+    @property
+    def name(self) -> str:
+        """How values travel: shm, ucx or tcp."""
+        if self.arena is None:
+            return "tcp"
+        return "ucx" if isinstance(self.arena, RemoteArena) else "shm"
+
+    @property
+    def spent(self) -> bool:
+        """Whether it is to be made anew, with its engine introduced again."""
+        arena = self.arena
+        return isinstance(arena, RemoteArena) and (arena.engine.closed or arena.stranger)
+
     def close(self) -> None:
+        """The node takes the closing for our word that we write to its memory no more: an engine
+        that has not let go is closed before."""
+        if isinstance(self.arena, RemoteArena):
+            self.arena.close()
         self.link.close()
         if self._lessor is not None:
             self._lessor.end()
@@ -116,11 +156,14 @@ class DataPath:
 class _Call:
     """One request under way on a path."""
 
-    __slots__ = ("index", "put", "request")
+    __slots__ = ("index", "plain", "put", "request", "sent_ns")
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
+        self.sent_ns = 0
+        self.plain = False
+        """Whether its bytes travel on the connection, whatever else there is."""
         self.put: SharedPut | None = None
         """What is being committed."""
 
@@ -145,11 +188,11 @@ class DataExchange:
     def run(self, deadline_ns: int) -> list[Answer]:
         reading: dict[DataPath, tuple[ReadLink, _Call]] = {}
         for path, call in self._calls:
-            body = call.request.body
+            body: Any = call.request.body
             reads = path.reads() if kind_of(call.request) and path not in reading else None
             if reads is not None:
                 reading[path] = reads, call
-            elif path.arena is not None and isinstance(body, wire.Open) and body.view:
+            elif _is_view(path, body):
                 self._view(path, call, body.keys, deadline_ns)
             else:
                 self._guarded(path, call, deadline_ns)
@@ -214,8 +257,9 @@ class DataExchange:
 
     def _send(self, path: DataPath, call: _Call, deadline_ns: int) -> None:
         request = call.request
-        message = message_for(request, path.session, path.arena)
+        message = message_for(request, path.session, None if call.plain else path.arena)
         self._waiting[path][message.id] = call
+        call.sent_ns = time.monotonic_ns()
         request.sent = request.sent or message.kind != Kind.ALLOC
         path.used_ns = time.monotonic_ns()
         path.link.send(message, deadline_ns)
@@ -226,7 +270,7 @@ class DataExchange:
         paths = list(self._waiting)
         if len(paths) == 1:
             return paths
-        buffered = [path for path in paths if path.link.buffered()]
+        buffered = [path for path in paths if path.early or path.link.buffered()]
         if buffered:
             return buffered
         poll = select.poll()
@@ -242,9 +286,8 @@ class DataExchange:
 
     def _receive(self, path: DataPath, deadline_ns: int) -> None:
         waiting = self._waiting[path]
-        sinks = {i: call.request.sink for i, call in waiting.items()}
         try:
-            id, reply = path.link.receive(deadline_ns, sinks.get)
+            id, reply = path.early.pop(0) if path.early else self._next(path, deadline_ns)
             path.proven = True
             call = waiting.pop(id, None)
             if call is not None:
@@ -254,6 +297,10 @@ class DataExchange:
             return
         if not waiting:
             del self._waiting[path]
+
+    def _next(self, path: DataPath, deadline_ns: int) -> tuple[int, Reply]:
+        sinks = {i: call.request.sink for i, call in self._waiting[path].items()}
+        return path.link.receive(deadline_ns, sinks.get)
 
     def _take(self, path: DataPath, call: _Call, reply: Reply, deadline_ns: int) -> None:
         if reply.kind == Kind.ERROR and reply.body.fault == wire.Fault.NO_SESSION:
@@ -265,27 +312,111 @@ class DataExchange:
             self._fill(path, call, reply, deadline_ns)
         elif reply.kind == Kind.STATUSES and call.put is not None:
             self.answers[call.index] = call.put.reply(reply)
-        elif reply.kind == Kind.VALUES and reply.body.offsets and path.arena is not None:
-            located = LocatedValues(path.arena, call.request, reply)
-            located.run()
-            self.answers[call.index] = located.reply()
+        elif reply.kind == Kind.VALUES and isinstance(path.arena, RemoteArena):
+            self._fetch(path, path.arena, call, reply, deadline_ns)
+        elif call.request.kind == Kind.PUT and _no_room(reply, path, call):
+            call.plain = True
+            self._waiting.setdefault(path, {})
+            self._send(path, call, deadline_ns)
+        elif reply.kind == Kind.VALUES and isinstance(path.arena, SharedArena):
+            self._copy(path.arena, call, reply)
         else:
             self.answers[call.index] = reply
+
+    def _copy(self, arena: SharedArena, call: _Call, reply: Reply) -> None:
+        """Take the values that lie in memory that we share."""
+        if reply.body.offsets:
+            located = LocatedValues(arena, call.request, reply)
+            located.run()
+            reply = located.reply()
+        self.answers[call.index] = reply
 
     def _fill(self, path: DataPath, call: _Call, reply: Reply, deadline_ns: int) -> None:
         """Write the values to where the node made room, and commit."""
         request = call.request
         if path.arena is None:
             raise ProtocolError("room in a memory that is not shared")
-        put = call.put = SharedPut(path.arena, request, reply.body)
+        put: SharedPut
+        if isinstance(path.arena, RemoteArena):
+            put = RemotePut(path.arena, request, reply.body, path.arena.engine.slot.size)
+        else:
+            put = SharedPut(path.arena, request, reply.body)
+        call.put = put
         if not put.made:
             self.answers[call.index] = put.reply()
             return
-        put.run()
+        if isinstance(put, RemotePut):
+            if not self._store(path, put, call, deadline_ns):
+                return
+        else:
+            put.run()
         commit = put.commit(request, path.session)
         self._waiting[path][commit.id] = call
         request.sent = True
         path.link.send(commit, deadline_ns)
+
+    # -- by UCX
+
+    def _fetch(
+        self, path: DataPath, arena: RemoteArena, call: _Call, reply: Reply, deadline_ns: int
+    ) -> None:
+        """Bring the values that the node holds for us."""
+        if not reply.body.offsets:
+            self.answers[call.index] = reply
+            return
+        values = RemoteValues(arena, call.request, reply, arena.engine.slot.size)
+        try:
+            arena.fetch(values, call.sent_ns, partial(self._ask, path, deadline_ns), deadline_ns)
+        except FAILURES as e:
+            self._failed(path, call, e)
+        except (Closed, Late, ProtocolError):
+            self._waiting.setdefault(path, {})[-1 - call.index] = call
+            raise
+        else:
+            path.failures = 0
+            self.answers[call.index] = values.reply()
+        self._send_off(path, Kind.RELEASE, wire.Release([values.token]), deadline_ns)
+
+    def _ask(self, path: DataPath, deadline_ns: int, push: wire.Push) -> Reply:
+        """Have the node write, and let it. Answers to other requests wait."""
+        assert isinstance(path.arena, RemoteArena)
+        request = Request("", Kind.PUSH, push)
+        request.id = path.session.next_number()
+        self._waiting.setdefault(path, {})
+        path.link.send(request, deadline_ns)
+        while True:
+            if not path.link.buffered():
+                path.arena.engine.attend(path.link.fileno(), deadline_ns)
+                if not path.link.readable():
+                    if time.monotonic_ns() >= deadline_ns:
+                        raise TransferTimeout(path.link.endpoint, "no answer to PUSH in time")
+                    continue
+            id, reply = self._next(path, deadline_ns)
+            if id == request.id:
+                return reply
+            path.early.append((id, reply))
+
+    def _store(self, path: DataPath, put: RemotePut, call: _Call, deadline_ns: int) -> bool:
+        """Write the values. Where that fails the node is told that some may still arrive."""
+        assert isinstance(path.arena, RemoteArena)
+        try:
+            path.arena.store(put, deadline_ns)
+        except FAILURES as e:
+            self._failed(path, call, e)
+            self._send_off(path, Kind.ABORT, wire.Abort(put.ids, True), deadline_ns)
+            return False
+        path.failures = 0
+        return True
+
+    def _failed(self, path: DataPath, call: _Call, error: Exception) -> None:
+        path.failures += 1
+        self.answers[call.index] = Lost(str(error), deadline=isinstance(error, TransferTimeout))
+
+    def _send_off(self, path: DataPath, kind: Kind, body: wire.Body, deadline_ns: int) -> None:
+        """A request whose answer nobody waits for."""
+        request = Request("", kind, body)
+        request.id = path.session.next_number()
+        path.link.send(request, max(deadline_ns, time.monotonic_ns() + GRACE_NS))
 
     def _lose(self, path: DataPath, error: Exception) -> None:
         self.broken.add(path)

@@ -23,7 +23,16 @@ from p2pkv.config import Limits
 from p2pkv.connection import Connection, Outgoing
 from p2pkv.errors import ConfigError, ProtocolError
 from p2pkv.sessions import Deferred
-from p2pkv.stream import MAGIC, PREFACE, TOKEN_BYTES, configure, message, room, wait_for_ever
+from p2pkv.stream import (
+    MAGIC,
+    PREFACE,
+    TOKEN_BYTES,
+    Closed,
+    configure,
+    message,
+    room,
+    wait_for_ever,
+)
 
 ACCEPTS_MAX = 32
 """Connections that one wake-up accepts before others get their turn."""
@@ -66,8 +75,9 @@ class Service(Protocol):
         """Answer a request. ``shared`` is what this connection's client fills by itself."""
         ...
 
-    def unshare(self, shared: dict[int, Any]) -> None:
-        """The connection is closed: its client writes to the arena no more."""
+    def unshare(self, shared: dict[int, Any], proven: bool) -> None:
+        """The connection is closed. ``proven``: by the client or its kernel, so that the client
+        begins no write to the arena any more."""
         ...
 
     def revision(self) -> int: ...
@@ -275,9 +285,9 @@ class _Peer(Connection):
     def _broken(self, error: Exception) -> None:
         if isinstance(error, ProtocolError):
             self._server.dropped += 1
-        self.close()
+        self.close(proven=isinstance(error, (Closed, ConnectionResetError, BrokenPipeError)))
 
-    def close(self) -> None:
+    def close(self, proven: bool = False) -> None:
         if self.closed:
             return
         self._stop()
@@ -285,7 +295,7 @@ class _Peer(Connection):
         if self._filling is not None:
             self._filling.abort()
             self._filling = None
-        self._service.unshare(self.shared)
+        self._service.unshare(self.shared, proven)
         self._server.forget(self)
 
 

@@ -17,7 +17,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 from p2pkv.config import EtcdConfig
 from p2pkv.errors import AuthorityUnavailable, ConfigError
+from p2pkv.orphans import OwnedDirectory, dying_with_parent
 
 ENVIRONMENT = "P2PKV_ETCD"
 START_TIMEOUT_S = 20.0
@@ -122,6 +122,8 @@ class EtcdServer:
                 stderr=subprocess.STDOUT,
                 # An interrupt at the terminal is for us: etcd must outlive what depends on it.
                 start_new_session=True,
+                preexec_fn=dying_with_parent() if self._cluster.dies_with_parent else None,
+                pass_fds=(self._cluster.lock_fd,),
             )
         weakref.finalize(self, _reap, self._process)
 
@@ -201,7 +203,9 @@ class EtcdCluster:
 
     ``size`` members (1 or 3, say) listen at ``host``, a loopback address of either family, on
     free ports. With ``tls`` clients must use TLS and show a certificate. ``extra_arguments`` go
-    to each member's command line. Nothing runs before ``start``.
+    to each member's command line. With ``dies_with_parent`` the kernel ends the members when the
+    thread that started them has ended, if only by SIGKILL of its process. Nothing runs before
+    ``start``.
     """
 
     def __init__(
@@ -212,6 +216,7 @@ class EtcdCluster:
         tls: TlsFiles | None = None,
         binary: Path | None = None,
         extra_arguments: Sequence[str] = (),
+        dies_with_parent: bool = False,
     ) -> None:
         if size < 1:
             raise ConfigError(f"size = {size}: must be at least 1")
@@ -219,10 +224,17 @@ class EtcdCluster:
         self.tls = tls
         self.binary = binary or find_etcd()
         self.extra_arguments = tuple(extra_arguments)
-        self._directory = tempfile.TemporaryDirectory(prefix="p2pkv-etcd-")
-        self._token = Path(self._directory.name).name
-        root = Path(self._directory.name)
+        self.dies_with_parent = dies_with_parent
+        self._directory = OwnedDirectory("p2pkv-etcd-")
+        weakref.finalize(self, self._directory.remove)
+        root = self._directory.path
+        self._token = root.name
         self.members = [EtcdServer(self, f"m{i}", root) for i in range(size)]
+
+    @property
+    def lock_fd(self) -> int:
+        """What the members inherit, so that their data is not taken for a dead cluster's."""
+        return self._directory.fd
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -260,7 +272,7 @@ class EtcdCluster:
     def stop(self) -> None:
         """End all members and remove their data. May be called more than once."""
         self._kill_all()
-        self._directory.cleanup()
+        self._directory.remove()
 
     def wait(self, members: Sequence[EtcdServer], timeout_s: float) -> None:
         """Wait until each of ``members`` is healthy. Raises AuthorityUnavailable."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from p2pkv import clock, wire
 from p2pkv._version import __version__
 from p2pkv.objects import Reason
+from p2pkv.paths import Ability
 from p2pkv.swim_messages import Status
 from p2pkv.wire import Kind
 
@@ -20,6 +21,7 @@ def collect(node: Node) -> wire.NodeStats:
     store = node._store.stats()
     counters = store.counters
     contact = node._contact_ns()
+    fabric = node._fabric
     assert node.member is not None
     swim, entries = node.liveness.swim, node.liveness.entries()
     labels = {
@@ -28,6 +30,7 @@ def collect(node: Node) -> wire.NodeStats:
         "host": node.config.host,
         "zone": node.config.zone,
         "arena": str(node._store.arena.path),
+        "ucx": (Ability.NONE if fabric is None else fabric.ability).name.lower(),
         "planner": str(node._ownership.view.planner == node.member).lower(),
         "serving": str(node._may_serve(now)).lower(),
         "members": ",".join(f"{e.member}={e.status.name.lower()}" for e in entries),
@@ -66,6 +69,14 @@ def collect(node: Node) -> wire.NodeStats:
         "sessions_reaped_total": node._sessions.reaped,
         "data_connections": len(node._data),
         "data_connections_dropped_total": node._data.dropped,
+        "ucx_clients": fabric.clients if fabric is not None else 0,
+        "ucx_pushes_total": fabric.pushes_total if fabric is not None else 0,
+        "ucx_pushed_bytes_total": fabric.pushed_bytes_total if fabric is not None else 0,
+        "ucx_push_failures_total": fabric.push_failures_total if fabric is not None else 0,
+        "ucx_values_held_total": node._handlers.held_total,
+        "ucx_values_allocated_total": node._handlers.remote_total,
+        "ucx_quarantine_bytes": node._handlers.quarantine.held_bytes,
+        "ucx_quarantine_unproven_bytes": node._handlers.quarantine.unproven_bytes,
         "pins": len(node._sessions.pins),
         "objects": store.objects,
         "allocations": store.allocated,

@@ -11,7 +11,7 @@ from typing import Any
 
 from p2pkv import ring, wire
 from p2pkv.checksums import checksums_of
-from p2pkv.clock import MILLISECOND_NS
+from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import ProtocolError
 from p2pkv.journal import Journal, Outcome
@@ -19,6 +19,7 @@ from p2pkv.neighbours import Neighbours, Place
 from p2pkv.objects import Object, Pin, State
 from p2pkv.parts import Parts
 from p2pkv.payload import Payload
+from p2pkv.quarantine import Quarantine
 from p2pkv.replicated import OpKind
 from p2pkv.sessions import ALLOCS_MAX, TOKENS_MAX, Deferred, Response, Session, Sessions
 from p2pkv.store import Store
@@ -49,9 +50,10 @@ class Handlers:
         limits: Limits,
         bucket_count: int,
         may_serve: Callable[[int], bool],
-        extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response]],
+        extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response | Deferred]],
         arriving: Checksums = Checksums.NONE,
         view_quota_bytes: int = 0,
+        quarantine_ns: int = 30 * SECOND_NS,
     ) -> None:
         self.member = member
         self.journal = journal
@@ -64,6 +66,11 @@ class Handlers:
         self.neighbours = Neighbours(self.store.arena.view)
         self.primary = self.replicas.served
         self.view_quota_bytes = view_quota_bytes or self.store.arena.size // 4
+        self.quarantine = Quarantine(self.store, quarantine_ns)
+        self.held_total = 0
+        """Values that were located for clients on other hosts."""
+        self.remote_total = 0
+        """Values for which clients on other hosts were given room."""
         self.requests: dict[int, int] = {}
         self.arriving = arriving
         self.corrupt_arrivals = 0
@@ -184,16 +191,17 @@ class Handlers:
                 return response
         buckets, refused = self._admit(body.keys, now)
         if refused and body.any_copy:
-            return self._values(session, *self._any_copies(buckets, body.keys, refused, now), body)
+            found, left = self._any_copies(buckets, body.keys, refused, now)
+            return self._values(session, found, left, body, now)
         if not refused:
             found = self.store.get_batch(buckets, body.keys, now)
-            return self._values(session, found, b"", body)
+            return self._values(session, found, b"", body, now)
         items = [i for i, status in enumerate(refused) if not status]
         found = [None] * len(body.keys)
         hits = self.store.get_batch([buckets[i] for i in items], [body.keys[i] for i in items], now)
         for i, item in zip(items, hits, strict=True):
             found[i] = item
-        return self._values(session, found, refused, body)
+        return self._values(session, found, refused, body, now)
 
     def _any_copies(
         self, buckets: Sequence[int], keys: Sequence[bytes], refused: bytes, now: int
@@ -233,11 +241,12 @@ class Handlers:
         found: Sequence[Object | None],
         refused: bytes,
         body: wire.Get,
+        now: int,
     ) -> Response:
         if body.starts:
-            return self._ranges(session, found, body, refused)
+            return self._ranges(session, found, body, refused, now)
         if body.locate and any(i is not None and i.size >= LOCATE_MIN for i in found):
-            return self._located(session, found, body, refused)
+            return self._located(session, found, body, refused, now)
         payload = Payload(self.store, session.packing, self.limits.message_bytes_max)
         there = [item for item in found if item is not None]
         bound = self.limits.message_bytes_max
@@ -259,8 +268,25 @@ class Handlers:
         values = wire.Values(bytes(statuses), sizes, starts, once, checksums=sums)
         return Kind.VALUES, values, payload.finish()
 
+    def _hold(
+        self,
+        session: Session,
+        found: Sequence[Object | None],
+        offsets: Sequence[int],
+        now: int,
+    ) -> int:
+        """A token for the values whose offset is told."""
+        items = [o for o, at in zip(found, offsets, strict=True) if o is not None and at]
+        self.held_total += len(items)
+        return self.sessions.hold(session, items, now) if items else 0
+
     def _located(
-        self, session: Session, found: Sequence[Object | None], body: wire.Get, refused: bytes
+        self,
+        session: Session,
+        found: Sequence[Object | None],
+        body: wire.Get,
+        refused: bytes,
+        now: int,
     ) -> Response:
         """As ``_values``, with the places of large values instead of their bytes."""
         small = [i if i is None or i.size < LOCATE_MIN else None for i in found]
@@ -278,13 +304,21 @@ class Handlers:
         sizes = [0 if item is None else item.size for item in kept]
         once = self._once(kept) if body.tell_once else b""
         status = bytes(statuses) if any(statuses) else b""
-        told = kept if body.checksums == Checksums.ALL else sent
-        sums = _sums_of(told) if body.checksums else []
-        values = wire.Values(status, sizes, starts, once, offsets, versions, checksums=sums)
+        all_told = body.hold or body.checksums == Checksums.ALL  # hold: they cross the network
+        sums = _sums_of(kept if all_told else sent) if body.checksums else []
+        token = self._hold(session, found, offsets, now) if body.hold else 0
+        values = wire.Values(
+            status, sizes, starts, once, offsets, versions, checksums=sums, token=token
+        )
         return Kind.VALUES, values, payload.finish()
 
     def _ranges(
-        self, session: Session, found: Sequence[Object | None], body: wire.Get, refused: bytes
+        self,
+        session: Session,
+        found: Sequence[Object | None],
+        body: wire.Get,
+        refused: bytes,
+        now: int,
     ) -> Response:
         """As ``_values`` and ``_located``, with a part of each value."""
         bound = self.limits.message_bytes_max
@@ -313,10 +347,11 @@ class Handlers:
                 payload.add_part(item, start, size)
                 sizes[i] = size
                 sent += size
+        token = self._hold(session, found, offsets, now) if body.hold else 0
         if not any(offsets):
             offsets, versions = [], []
         status = bytes(statuses) if any(statuses) else b""
-        values = wire.Values(status, sizes, [], b"", offsets, versions, totals)
+        values = wire.Values(status, sizes, [], b"", offsets, versions, totals, token=token)
         return Kind.VALUES, values, payload.finish()
 
     def _statuses_within(
@@ -617,6 +652,10 @@ class Handlers:
         self._check_sizes(body.sizes)
         if body.shared and session.shared is None:
             raise ProtocolError("memory is shared over data connections only")
+        if body.remote and not body.shared:
+            raise ProtocolError("an allocation for a remote writer must be shared")
+        if body.remote and self.quarantine.full:
+            return self.refuse(Fault.NOT_READY, "too much memory is in quarantine")
         ids, offsets = [0] * len(body.keys), [0] * len(body.keys)
 
         def run(items: list[int], buckets: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
@@ -628,6 +667,9 @@ class Handlers:
                 ids[i], offsets[i] = id, item.offset
             if body.shared:
                 self._share(session, dict(zip(new, [o for _, o in made], strict=True)))
+            if body.remote:
+                self.quarantine.remote.update(new)
+                self.remote_total += len(new)
             return [Status.OK if isinstance(r, Object) else r for r in results]
 
         _, statuses, _ = self._each(body.keys, now, run)
@@ -641,13 +683,25 @@ class Handlers:
 
     def unshare(self, shared: dict[int, Object], ids: Iterable[int]) -> None:
         """The client writes to these no more."""
-        items = [shared.pop(id) for id in ids if id in shared]
-        if items:
-            self.store.release_batch(items)
+        ids = [id for id in ids if id in shared]
+        self.quarantine.remote.difference_update(ids)
+        if ids:
+            self.store.release_batch([shared.pop(id) for id in ids])
 
-    def unshare_all(self, shared: dict[int, Object]) -> None:
-        """Its connection is closed: what the client has not committed it never will."""
+    def unshare_late(self, shared: dict[int, Object], ids: Iterable[int], proven: bool) -> None:
+        """As ``unshare``, where writes from another host may still arrive."""
+        late = [id for id in ids if id in shared and id in self.quarantine.remote]
+        self.quarantine.remote.difference_update(late)
+        if late:
+            self.quarantine.add([shared.pop(id) for id in late], proven)
+
+    def unshare_all(self, shared: dict[int, Object], proven: bool = True) -> None:
+        """Its connection is closed: what the client has not committed it never will.
+
+        ``proven``: by the client's side.
+        """
         self.store.abort_batch(list(shared.values()))
+        self.unshare_late(shared, list(shared), proven)
         self.unshare(shared, list(shared))
 
     def _write(self, session: Session, body: wire.Write, frames: Frames, now: int) -> Response:
@@ -687,7 +741,8 @@ class Handlers:
                 items.append(allocation.item)
                 outcome.required = max(outcome.required, allocation.item.options.min_replicas)
         _note_sums(items, [body.checksums[i] for i in ready] if body.checksums else ())
-        corrupt = self.corrupt_among(items, Checksums.ALL if body.filled else Checksums.SENT)
+        in_place = body.filled and self.quarantine.remote.isdisjoint(body.ids)
+        corrupt = self.corrupt_among(items, Checksums.ALL if in_place else Checksums.SENT)
         if corrupt:
             for i, item in zip(ready, items, strict=True):
                 if item in corrupt:
@@ -707,6 +762,8 @@ class Handlers:
     def _abort(self, session: Session, body: wire.Abort, frames: Frames, now: int) -> Response:
         dropped = [session.allocations.pop(id, None) for id in body.ids]
         self.store.abort_batch([a.item for a in dropped if a is not None])
+        if session.shared and body.late:
+            self.unshare_late(session.shared, body.ids, proven=True)
         if session.shared:
             self.unshare(session.shared, body.ids)
         return _statuses([Status.CONFLICT if a is None else Status.OK for a in dropped])

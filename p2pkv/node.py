@@ -31,6 +31,7 @@ from p2pkv.config import ClientConfig, NodeConfig
 from p2pkv.data_server import DataServer
 from p2pkv.data_server import Filling as FillingLike
 from p2pkv.errors import AuthorityUnavailable, Conflict, P2PKVError, ProtocolError
+from p2pkv.fabric import Fabric
 from p2pkv.gossip import SOCKETS_MAX, Gossip
 from p2pkv.handlers import Handlers
 from p2pkv.hostlock import HostLock
@@ -41,6 +42,7 @@ from p2pkv.load import Load
 from p2pkv.membership import HEARTBEAT, Contacts
 from p2pkv.mover import Mover
 from p2pkv.ownership import Ownership
+from p2pkv.paths import Ability
 from p2pkv.payload import FRAMES, STREAM
 from p2pkv.planner import Planner, PlannerLimits, holders, registered
 from p2pkv.read_server import ReadServer
@@ -58,6 +60,7 @@ from p2pkv.swim import Swim
 from p2pkv.swim_messages import Digest
 from p2pkv.transport import ServerSocket, endpoint_of, new_client_id, new_session
 from p2pkv.types import Member, NodeId, Revision
+from p2pkv.ucx_transfer import Busy
 from p2pkv.wire import Checksums, Fault, Kind
 
 log = logging.getLogger("p2pkv.node")
@@ -181,7 +184,9 @@ class Node:
 
     async def _run_alone(self, authority: Authority, meta: Meta) -> None:
         config = self.config
-        arena = Arena.create(
+        # On a thread: the session in etcd is to be kept alive meanwhile.
+        arena = await asyncio.to_thread(
+            Arena.create,
             config.memory_limit_bytes,
             config.node_id,
             huge_pages=config.huge_pages,
@@ -189,11 +194,14 @@ class Node:
             index_bytes=config.index_bytes if _native.available else 0,
         )
         try:
-            self._published = publish_in(arena, meta.bucket_count)
+            self._fabric = await Fabric.open(config.ucx, arena)
             try:
+                self._published = publish_in(arena, meta.bucket_count)
                 await self._run_with(authority, meta, arena)
             finally:
                 self._hide()
+                if self._fabric is not None:
+                    await self._fabric.close()
         finally:
             arena.close()
 
@@ -261,7 +269,7 @@ class Node:
                     await self._serve(authority)
                 finally:
                     self._hide()
-                    self._driver.close()
+                    await self._driver.aclose()
             finally:
                 await _quietly(authority.resign())
                 await _quietly(authority.deregister())
@@ -317,10 +325,15 @@ class Node:
                 Kind.SNAPSHOT: self._on_snapshot,
                 Kind.SCRUB: self._on_scrub,
                 Kind.DRAIN: self._on_drain,
+                Kind.ATTACH: self._on_attach,
+                Kind.PUSH: self._on_push,
             },
             ARRIVING.get(config.checksums, Checksums.NONE),
             config.view_quota_bytes,
+            clock.seconds(config.ucx_quarantine_s),
         )  # fmt: skip
+        if self._fabric is not None:
+            self._sessions.on_end = self._fabric.forget
         self._scrub = Scrub(store, give=config.checksums != "never")
         self._learning.check = bool(self._handlers.arriving)
         self._own_session = self._sessions.begin(
@@ -330,7 +343,13 @@ class Node:
             cluster=config.cluster, seeds=(self.endpoint,), limits=limits
         )
         self._driver = AsyncDriver(
-            self._client_config, self._router, context, member, self._local, lambda _: []
+            self._client_config,
+            self._router,
+            context,
+            member,
+            self._local,
+            lambda _: [],
+            self._fabric.engine if self._fabric is not None else None,
         )
         self._mover = Mover(
             config, store, self._replicas, self._driver, self._random,
@@ -424,6 +443,7 @@ class Node:
                 self._own_session.last_seen = now
             self._handlers.journal.reap(now)
             self._sessions.reap(now)
+            self._handlers.quarantine.reap(now)
             self._data.drop_stalled(now)
             self._open_gates()
             await asyncio.sleep(HOUSEKEEPING_S)
@@ -576,6 +596,8 @@ class Node:
                 frames: Sequence[wire.Buffer], now: int) -> Response | Deferred:  # fmt: skip
         try:
             return self._handlers.handle(session, kind, request, body, frames, now)
+        except Busy as e:
+            return self._handlers.refuse(Fault.NOT_READY, str(e))
         except Exception:
             log.exception("a request of kind %s failed", Kind(kind).name)
             return self._handlers.refuse(
@@ -622,6 +644,7 @@ class Node:
             (str(arena.path), arena.size, arena.proof),
             (*arena.index_place, clock.namespace()) if self._published is not None else None,
             self._reads_place(),
+            Ability.NONE if self._fabric is None else self._fabric.ability,
         )
         return Kind.WELCOME, welcome, ()
 
@@ -648,8 +671,8 @@ class Node:
             return self._handlers.begin_replicate(session, head.body, payload_bytes, now)
         return None
 
-    def unshare(self, shared: dict[int, Any]) -> None:
-        self._handlers.unshare_all(shared)
+    def unshare(self, shared: dict[int, Any], proven: bool) -> None:
+        self._handlers.unshare_all(shared, proven)
 
     def respond(
         self,
@@ -715,6 +738,23 @@ class Node:
 
     def _on_scrub(self, session: Session, body: wire.Scrub, frames: Any, now: int) -> Response:
         return Kind.SCRUBBED, self._scrub.ask(body.bytes_per_s), ()
+
+    # -- one-sided access from other hosts
+
+    def _on_attach(self, session: Session, body: wire.Attach, frames: Any, now: int) -> Response:
+        if self._fabric is None or session.shared is not None:
+            where = "this node has no UCX" if self._fabric is None else "on control connections"
+            return self._handlers.refuse(Fault.BAD_REQUEST, f"ATTACH: {where}")
+        hold_ms = max(1, self._sessions.hold_ns // clock.MILLISECOND_NS)
+        return Kind.ATTACHED, self._fabric.attach(session, body, hold_ms), ()
+
+    def _on_push(
+        self, session: Session, body: wire.Push, frames: Any, now: int
+    ) -> Response | Deferred:
+        if self._fabric is None or session.shared is None:
+            where = "this node has no UCX" if self._fabric is None else "on data connections only"
+            return self._handlers.refuse(Fault.BAD_REQUEST, f"PUSH: {where}")
+        return self._fabric.push(session, body, self._sessions, self._store, now)
 
     # -- what others see
 

@@ -25,6 +25,8 @@ OWNER_BYTES = 9
 
 ALLOCS_MAX = 65536
 TOKENS_MAX = 4096
+HELD_MAX = 65536
+"""Objects that the tokens of one session hold."""
 GAPS_MAX = 1024
 """Separate pieces of one allocation that may be written before those between them."""
 PINS_SLACK = 1024
@@ -86,13 +88,21 @@ class Allocation:
 
 
 class Token:
-    """An object that is being read in pieces."""
+    """Objects that stay where they are: one that is read in pieces, or those of a located answer.
 
-    __slots__ = ("deadline", "item")
+    Not renewed by use where the client reckons with its time (``hold``).
+    """
 
-    def __init__(self, item: Object, deadline: int) -> None:
-        self.item = item
+    __slots__ = ("deadline", "items")
+
+    def __init__(self, items: Sequence[Object], deadline: int) -> None:
+        self.items = items
         self.deadline = deadline
+
+    @property
+    def item(self) -> Object:
+        """The only one."""
+        return self.items[0]
 
 
 class Session:
@@ -103,6 +113,7 @@ class Session:
         "answers",
         "answers_max",
         "forgotten",
+        "held",
         "id",
         "last_seen",
         "member",
@@ -124,6 +135,8 @@ class Session:
         """What the client fills itself, by allocation, on the connection of its present request."""
         self.allocations: dict[int, Allocation] = {}
         self.tokens: dict[int, Token] = {}
+        self.held = 0
+        """Objects that the tokens hold."""
         self.answers: OrderedDict[int, Response | Deferred] = OrderedDict()
         self.answers_max = answers_max
         self.forgotten = 0
@@ -164,6 +177,8 @@ class Sessions:
         self._next_id = 0
         self.pins = Pins(store)
         self.reaped = 0
+        self.on_end: Callable[[Session], None] = lambda _: None
+        """Told of each session that ends."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -196,9 +211,9 @@ class Sessions:
         """Take back everything that the session holds."""
         self._by_id.pop(session.id, None)
         self._store.abort_batch([a.item for a in session.allocations.values()])
-        self._store.release_batch([t.item for t in session.tokens.values()])
         session.allocations.clear()
-        session.tokens.clear()
+        self.release(session, list(session.tokens))
+        self.on_end(session)
 
     def numbers(self, count: int) -> range:
         """Ids that nothing else has."""
@@ -228,13 +243,22 @@ class Sessions:
 
     def open(self, session: Session, items: Sequence[Object], now: int) -> list[int]:
         """Tokens under which the session reads the objects, whatever happens to their keys."""
+        return [self.hold(session, (item,), now) for item in items]
+
+    def hold(self, session: Session, items: Sequence[Object], now: int) -> int:
+        """One token for all of them. Raises ProtocolError if the session holds too much."""
+        if len(session.tokens) >= TOKENS_MAX or session.held + len(items) > HELD_MAX:
+            raise ProtocolError(f"{TOKENS_MAX} tokens, or {HELD_MAX} objects, in one session")
         self._store.acquire_batch(items)
-        ids: list[int] = []
-        for item in items:
-            self._next_id += 1
-            session.tokens[self._next_id] = Token(item, now + self._read_ns)
-            ids.append(self._next_id)
-        return ids
+        session.held += len(items)
+        self._next_id += 1
+        session.tokens[self._next_id] = Token(items, now + self._read_ns)
+        return self._next_id
+
+    @property
+    def hold_ns(self) -> int:
+        """How long a token holds at least that is not used again."""
+        return min(self._read_ns, self._ttl)
 
     def touch_token(self, session: Session, id: int, now: int) -> Token | None:
         token = session.tokens.get(id)
@@ -244,7 +268,9 @@ class Sessions:
 
     def release(self, session: Session, ids: Sequence[int]) -> list[Status]:
         tokens = [session.tokens.pop(id, None) for id in ids]
-        self._store.release_batch([t.item for t in tokens if t is not None])
+        items = [item for t in tokens if t is not None for item in t.items]
+        session.held -= len(items)
+        self._store.release_batch(items)
         return [Status.CONFLICT if t is None else Status.OK for t in tokens]
 
     # -- deadlines

@@ -16,7 +16,7 @@ import os
 import stat
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -40,6 +40,21 @@ SHARED_PUT_MIN = 128 << 10
 PROOF_BYTES_MIN = 16
 
 
+class Memory(Protocol):
+    """A node's memory that is reached without its help: mapped, or on another host."""
+
+    @property
+    def size(self) -> int: ...
+
+    def holds(self, offset: int, size: int) -> bool: ...
+
+
+class Checked(Memory, Protocol):
+    """One whose headers are here."""
+
+    def unchanged(self, key: bytes, offset: int, size: int, version: int) -> bool: ...
+
+
 class SharedArena:
     """A node's memory, mapped; once in a process for all that use it."""
 
@@ -47,6 +62,7 @@ class SharedArena:
         self.path = path
         self.mapping = mapping
         self.view = memoryview(mapping)
+        self.size = len(mapping)
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd)
         self._region = _native.Region(self.view) if _native.available else None
@@ -162,7 +178,7 @@ _mapped: weakref.WeakValueDictionary[tuple[type[SharedArena], int, int, int], Sh
 """What this process has mapped, by class, device, inode and bytes."""
 
 
-def message_for(request: Request, session: ClientSession, arena: SharedArena | None) -> Request:
+def message_for(request: Request, session: ClientSession, arena: Memory | None) -> Request:
     """The message that carries a request: itself, or what asks for the memory's places.
 
     Gives the request its number; not so a put that is to be committed, as the node forgets the
@@ -171,24 +187,30 @@ def message_for(request: Request, session: ClientSession, arena: SharedArena | N
     """
     if arena is not None and request.kind == Kind.PUT and _is_shared(arena, request):
         put: Any = request.body
-        alloc = wire.Alloc(put.keys, put.sizes, put.options, True)
+        remote = not isinstance(arena, SharedArena)
+        if remote and request.source is not None:
+            request.prepare()  # it goes through host memory
+        alloc = wire.Alloc(put.keys, put.sizes, put.options, True, remote)
         return in_other_words(request, Kind.ALLOC, alloc, session.next_number())
     request.prepare()
     if not request.id:
         request.id = session.next_number()
-    if arena is None and isinstance(request.body, wire.Open) and request.body.view:
-        return in_other_words(request, Kind.GET, wire.Get(request.body.keys), request.id)
-    if arena is not None and request.kind == Kind.GET:
-        body = msgspec.structs.replace(request.body, locate=True)
-        return in_other_words(request, Kind.GET, body, request.id)
-    return request
+    body: Any = request.body
+    if not isinstance(arena, SharedArena) and isinstance(body, wire.Open) and body.view:
+        body = wire.Get(body.keys)
+    if arena is not None and isinstance(body, wire.Get):
+        hold = not isinstance(arena, SharedArena)
+        body = msgspec.structs.replace(body, locate=True, hold=hold)
+    if body is request.body:
+        return request
+    return in_other_words(request, Kind.GET, body, request.id)
 
 
-def _is_shared(arena: SharedArena, put: Request) -> bool:
+def _is_shared(arena: Memory, put: Request) -> bool:
     """Small puts take one round trip less without; very large ones evict as they come."""
     body: Any = put.body
     total: int = sum(body.sizes)
-    return not put.unsure and SHARED_PUT_MIN <= total <= len(arena.view) // 4
+    return not put.unsure and SHARED_PUT_MIN <= total <= arena.size // 4
 
 
 def in_other_words(request: Request, kind: Kind, body: wire.Body, id: int) -> Request:
@@ -204,7 +226,7 @@ class SharedPut:
     Raises ProtocolError for an answer that makes no sense.
     """
 
-    def __init__(self, arena: SharedArena, request: Request, body: wire.Allocated) -> None:
+    def __init__(self, arena: Memory, request: Request, body: wire.Allocated) -> None:
         put: Any = request.body
         if len(body.ids) != len(put.keys) or len(body.offsets) != len(put.keys):
             raise ProtocolError(f"{len(body.ids)} allocations for {len(put.keys)} keys")
@@ -231,6 +253,7 @@ class SharedPut:
         return self._source is not None
 
     def run(self) -> None:
+        assert isinstance(self._arena, SharedArena)
         if self._source is not None:
             self._source.write(self._arena, self.made, self.offsets)
             if self._sum:
@@ -282,19 +305,19 @@ class LocatedValues:
     waits = False
     """Not for a GPU."""
 
-    def __init__(self, arena: SharedArena, request: Request, reply: Reply) -> None:
+    def __init__(self, arena: Checked, request: Request, reply: Reply) -> None:
         body: wire.Values = reply.body
         asked: Any = request.body
         self._keys: list[bytes] = asked.keys
-        _check_lists(len(self._keys), body, bool(asked.starts))
+        starts: Sequence[int] = () if isinstance(asked, wire.Open) else asked.starts
+        _check_lists(len(self._keys), body, bool(starts))
         self._arena = arena
         self._answer = reply
         self._located = [i for i, offset in enumerate(body.offsets) if offset]
         self._totals = body.totals or body.sizes
         self._places = [body.offsets[i] for i in self._located]
-        if asked.starts:
-            starts = [asked.starts[i] for i in self._located]
-            self._places = [a + start for a, start in zip(self._places, starts, strict=True)]
+        if starts:
+            self._places = [body.offsets[i] + starts[i] for i in self._located]
         self._sizes = [body.sizes[i] for i in self._located]
         self.nbytes = sum(self._sizes)
         if not all(map(arena.holds, self._places, self._sizes)):
@@ -315,6 +338,7 @@ class LocatedValues:
         self._targets = [targets[i] for i in self._located]
 
     def run(self) -> None:
+        assert isinstance(self._arena, SharedArena)
         if self._values is None:
             if self._sum:
                 self._sums = self._arena.read_summed(self._places, self._targets)

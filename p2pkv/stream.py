@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import mmap
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -215,6 +216,12 @@ class DataLink:
                 return
 
     # -- receiving
+
+    def readable(self) -> bool:
+        """Whether something is here, or the end."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def buffered(self) -> bool:
         """Whether bytes of a next message are here already."""

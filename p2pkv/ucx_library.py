@@ -8,6 +8,7 @@ wheel ``libucx-cu12`` or ``libucx-cu13``, which has CUDA and no verbs; the syste
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -22,8 +23,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from p2pkv.errors import P2PKVError
+from p2pkv.paths import Ability
 
-ABI: Final = 1
+ABI: Final = 2
 SONAME: Final = "libucp.so.0"
 INFINIBAND: Final = Path("/sys/class/infiniband")
 ONE_SIDED: Final = ("rc", "dc", "srd", "ugni_rdma")
@@ -234,6 +236,35 @@ def one_sided(transports: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(t for t in transports if re.match(rf"({'|'.join(ONE_SIDED)})(_|/)", t))
 
 
+def rdma_devices() -> list[str]:
+    """Those that the kernel knows; whether UCX can use them is another question."""
+    return sorted(d.name for d in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+
+
+def options_for(wanted: str) -> dict[str, str]:
+    """UCX's options for an engine of a client whose path, or a node whose ``ucx``, is ``wanted``.
+
+    "auto" is without TCP, over which UCX emulates one-sided access: there the side that answers
+    may be aborted when the other dies. So where two hosts have RDMA, but not with each other, the
+    endpoint fails, and sockets are used. ``UCX_TLS`` in the environment wins.
+    """
+    return {"TLS": "^tcp"} if wanted == "auto" and "UCX_TLS" not in os.environ else {}
+
+
+@functools.cache
+def ability(wanted: str) -> Ability:
+    """What a client whose path is ``wanted`` can do by UCX; looked up once for each.
+
+    libucp is loaded only where it is of use: for "ucx", and for "auto" with an RDMA device.
+    """
+    if wanted not in ("auto", "ucx") or (wanted == "auto" and not rdma_devices()):
+        return Ability.NONE
+    facts = doctor(options_for(wanted))
+    if not facts.usable:
+        return Ability.NONE
+    return Ability.RDMA if facts.rdma else Ability.TCP
+
+
 def doctor(options: Mapping[str, str] | None = None) -> UcxFacts:
     """Loads libucp, opens a context for a moment and tells what is there. Raises nothing.
 
@@ -315,7 +346,7 @@ def _judge_rdma(
     library: str, transports: tuple[str, ...], memlock: int | None
 ) -> tuple[bool, str, tuple[str, ...]]:
     """Whether RDMA is possible, why, and what to do."""
-    devices = sorted(d.name for d in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    devices = rdma_devices()
     found = one_sided(transports)
     if found:
         return True, "RDMA by " + ", ".join(found), _memlock_advice(memlock)
@@ -353,9 +384,12 @@ __all__ = [
     "Library",
     "UcxFacts",
     "UcxUnavailable",
+    "ability",
     "available",
     "describe",
     "doctor",
     "has_verbs",
     "load",
+    "options_for",
+    "rdma_devices",
 ]

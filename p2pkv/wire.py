@@ -36,6 +36,8 @@ Buffer = memoryview | bytes | bytearray
 
 KEY_BYTES_MAX = 1024
 BATCH_KEYS_MAX = 65536
+UCX_ADDRESS_BYTES_MAX = 64 << 10
+UCX_REGION_BYTES_MAX = 16 << 20
 Key = Annotated[bytes, Limit(min_length=1, max_length=KEY_BYTES_MAX)]
 Keys = Annotated[list[Key], Limit(max_length=BATCH_KEYS_MAX)]
 Size = Annotated[int, Limit(ge=0, lt=1 << 62)]
@@ -114,6 +116,7 @@ class Kind(IntEnum):
     OPEN = 24
     READ = 25
     RELEASE = 26
+    PUSH = 27
     SCAN = 30
     DELETE_RANGE = 31
     PIN = 32
@@ -124,6 +127,7 @@ class Kind(IntEnum):
     DRAIN = 37
     CHECK = 38
     SCRUB = 39
+    ATTACH = 40
     VALUES = 50
     STATUSES = 51
     MATCHED = 52
@@ -135,6 +139,7 @@ class Kind(IntEnum):
     TABLE = 58
     CHECKED = 59
     SCRUBBED = 60
+    ATTACHED = 61
     SNAPSHOT = 70
     SNAPSHOT_ACK = 71
     REPLICATE = 72
@@ -194,6 +199,28 @@ class Welcome(Body, frozen=True):
     """Offset and bytes of the published index in that file, and whose clock its times are of."""
     reads: tuple[Name, Annotated[bytes, Limit(max_length=64)]] | None = None
     """Endpoint and token of the node's read connections."""
+    ucx: Annotated[int, Limit(ge=0, le=2)] = 0
+    """What the node's UCX can do: a ``paths.Ability``."""
+
+
+class Attach(Body, frozen=True):
+    """A client introduces its UCX engine. On control connections only: both hold capabilities."""
+
+    address: Annotated[bytes, Limit(max_length=UCX_ADDRESS_BYTES_MAX)]
+    region: Annotated[bytes, Limit(max_length=UCX_REGION_BYTES_MAX)]
+    """The memory that the node may write to (PUSH)."""
+
+
+class Attached(Body, frozen=True):
+    """The node's engine, and its arena for one-sided access."""
+
+    address: Annotated[bytes, Limit(max_length=UCX_ADDRESS_BYTES_MAX)]
+    region: Annotated[bytes, Limit(max_length=UCX_REGION_BYTES_MAX)]
+    arena_bytes: Size
+    hold_ms: Annotated[int, Limit(ge=1, lt=1 << 53)]
+    """So long a token holds, counted from when the request was sent."""
+    pull: bool
+    """Whether the node's hardware answers one-sided reads."""
 
 
 class Get(Body, frozen=True):
@@ -201,7 +228,7 @@ class Get(Body, frozen=True):
     tell_once: bool = False
     """Whether the answer shall tell which objects are write-once (for a near cache)."""
     locate: bool = False
-    """The client has mapped the arena: where large values lie is enough."""
+    """The client can reach the arena: where large values lie is enough."""
     starts: Sizes = []
     """For each key the first byte that is wanted. Empty: whole values."""
     lengths: Lengths = []
@@ -210,6 +237,9 @@ class Get(Body, frozen=True):
     """Asked of a backup: what it has of objects that are written once is enough."""
     checksums: Code = Checksums.NONE
     """Which values' checksums the answer shall have. Not for ranges."""
+    hold: bool = False
+    """With ``locate``: the values stay where they are until the answer's token is released, or
+    its time is over."""
 
 
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -260,6 +290,9 @@ class Alloc(Body, frozen=True):
     """The client has mapped the arena and fills the extents itself. On data connections only:
     the extents are used for nothing else before they are committed, aborted, or the connection
     closes, however long the client is paused."""
+    remote: bool = False
+    """With ``shared``: by one-sided writes from another host, of which some may be under way when
+    the connection closes."""
 
 
 class Write(Body, frozen=True):
@@ -278,6 +311,8 @@ class Commit(Body, frozen=True):
 
 class Abort(Body, frozen=True):
     ids: Ids
+    late: bool = False
+    """The client's writes to these were given up, and may still arrive."""
 
 
 class Open(Body, frozen=True):
@@ -294,6 +329,20 @@ class Read(Body, frozen=True):
 
 class Release(Body, frozen=True):
     tokens: Ids
+
+
+class Push(Body, frozen=True):
+    """The node shall write what ``token`` holds to the client's memory. On data connections only.
+
+    For each piece: which of the token's objects, from where (0 is its header), how many bytes, and
+    where to in the region that the client has introduced.
+    """
+
+    token: int
+    items: Sizes
+    starts: Sizes
+    sizes: Sizes
+    targets: Sizes
 
 
 class Scan(Body, frozen=True):
@@ -365,6 +414,8 @@ class Values(Body, frozen=True):
     """For ranges: the size of each whole value; ``sizes`` are those of the ranges."""
     checksums: Sums = []
     """As asked for."""
+    token: int = 0
+    """With ``hold``: what keeps the values with offsets where they are, in the order of keys."""
 
 
 class Statuses(Body, frozen=True):
@@ -538,6 +589,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.OPEN: Open,
     Kind.READ: Read,
     Kind.RELEASE: Release,
+    Kind.PUSH: Push,
     Kind.SCAN: Scan,
     Kind.DELETE_RANGE: DeleteRange,
     Kind.PIN: Pin,
@@ -548,6 +600,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.DRAIN: Drain,
     Kind.CHECK: Check,
     Kind.SCRUB: Scrub,
+    Kind.ATTACH: Attach,
     Kind.VALUES: Values,
     Kind.STATUSES: Statuses,
     Kind.MATCHED: Matched,
@@ -559,6 +612,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.TABLE: Table,
     Kind.CHECKED: Checked,
     Kind.SCRUBBED: Scrubbed,
+    Kind.ATTACHED: Attached,
     Kind.SNAPSHOT: Snapshot,
     Kind.SNAPSHOT_ACK: SnapshotAck,
     Kind.REPLICATE: Replicate,

@@ -121,8 +121,8 @@ class DataNode:
         finally:
             session.packing, session.shared = FRAMES, None
 
-    def unshare(self, shared: dict[int, Any]) -> None:
-        self.host.handlers.unshare_all(shared)
+    def unshare(self, shared: dict[int, Any], proven: bool) -> None:
+        self.host.handlers.unshare_all(shared, proven)
 
     def revision(self) -> int:
         return 7

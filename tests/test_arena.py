@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import mmap
 import os
 import random
@@ -243,14 +244,38 @@ def test_files_that_are_always_removed_are_an_error_in_the_end(
         Arena.create(MIB, directory=tmp_path)
 
 
-def test_huge_pages_are_given_or_refused_with_the_switch_named() -> None:
-    if huge_pages_enabled():
-        with Arena.create(4 * MIB, huge_pages=True) as arena:
-            arena.write(0, b"x")
-            assert arena.view[0] == ord("x")
-    else:
-        with pytest.raises(ConfigError, match="huge_pages = True: write 'advise' to /sys/"):
-            Arena.create(4 * MIB, huge_pages=True)
+def test_without_huge_pages_small_ones_are_taken_and_the_switch_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Arena.create(4 * MIB, huge_pages=True) as arena:
+        arena.write(0, b"x")
+        assert arena.view[0] == ord("x")
+    warned = "write 'advise' to /sys/kernel/mm/transparent_hugepage/shmem_enabled" in caplog.text
+    assert warned != huge_pages_enabled()
+
+
+def test_other_threads_run_while_memory_is_prefaulted() -> None:
+    """They would stand still for as long as it takes, if the GIL were kept."""
+    ticks, stop = [time.monotonic()], threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        begun = time.monotonic()
+        with Arena.create(1024 * MIB, "prefault", prefault=True) as arena:
+            ended = time.monotonic()
+            assert arena.path.stat().st_blocks * 512 >= 1024 * MIB
+    finally:
+        stop.set()
+        thread.join()
+    meanwhile = [t for t in ticks if begun < t < ended]
+    longest = max(b - a for a, b in itertools.pairwise([begun, *meanwhile, ended]))
+    assert longest < (ended - begun) / 2, f"{longest:.3f} of {ended - begun:.3f} s"
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,17 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from p2pkv import cuda, errors
+from p2pkv import cuda, errors, ucx_library
 from p2pkv.cli import app
-from p2pkv.commands import checks, state, survey
+from p2pkv.commands import checks, measure, state, survey
 from p2pkv.commands.connection import client_config
 from p2pkv.commands.output import exit_code
 from p2pkv.commands.parameters import field_options
 from p2pkv.config import NodeConfig
 from p2pkv.etcd_server import EtcdCluster
+from p2pkv.orphans import remove_ownerless
 from p2pkv.records import BucketRecord, Meta, NodeRecord, Versioned, View
+from p2pkv.testing.cluster import Cluster
 from p2pkv.testing.fakecuda import FakeCuda
 from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
 
@@ -455,16 +457,46 @@ def test_an_etcd_that_dies_is_reported_and_nodes_go_on() -> None:
     assert command.end(signal.SIGINT) == 1
 
 
-def test_what_a_killed_up_leaves_behind_is_ended_by_down() -> None:
-    command = up("--nodes", "1")
+def test_a_killed_up_takes_its_children_along_and_the_next_removes_what_they_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGKILL, which it can do nothing about."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    command = up("--nodes", "2")
     pids = pids_of(command.line())
+    assert [p.name[:11] for p in tmp_path.glob("p2pkv-etcd-*")] == ["p2pkv-etcd-"]
+    arenas = [p for p in Path("/dev/shm").glob("p2pkv-n*") if str(pids["n1"]) in p.name]
+    assert len(arenas) == 1
     command.process.kill()
     command.end()
-    refused = invoke("up", "--nodes", "1", "--memory", "32MiB")
-    assert refused.exit_code == 1
-    assert "still there" in refused.stderr
-    assert set(json.loads(invoke("down", "--json").stdout)["stopped"]) == {"etcd", "n1"}
-    assert all(gone(pid) for pid in pids.values())
+    wait_until(lambda: all(gone(pid) for pid in pids.values()), 5)
+    left = set(tmp_path.glob("p2pkv-etcd-*"))
+    assert len(left) == 1
+    again = up("--nodes", "1")
+    pids_of(again.line())
+    assert not left & set(tmp_path.glob("p2pkv-etcd-*"))
+    assert not arenas[0].exists()
+    assert again.end(signal.SIGINT) == 0
+    assert not list(tmp_path.glob("p2pkv-etcd-*"))
+
+
+def test_etcds_data_outlives_its_owner_as_long_as_a_member_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = (
+        "import os, sys; from p2pkv.etcd_server import EtcdCluster; "
+        "print(EtcdCluster().start().members[0].pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environ)
+    pid = int(said.stdout)
+    try:
+        assert remove_ownerless("p2pkv-etcd-") == []
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: remove_ownerless("p2pkv-etcd-"), 5)
+    assert not list(tmp_path.glob("p2pkv-etcd-*"))
 
 
 def test_up_uses_a_running_etcd_and_leaves_it() -> None:
@@ -742,6 +774,66 @@ def test_doctor_finds_nothing_wrong_with_a_running_cluster(cluster: dict[str, An
     assert result.exit_code == 0, result.output
     assert {found[name]["state"] for name in ("node n1@1", "node n2@1", "ring")} == {"ok"}
     assert "ms" in found["node n1@1"]["found"]
+
+
+def test_doctor_measures_each_path_to_each_node_and_says_which_is_chosen(
+    cluster: dict[str, Any],
+) -> None:
+    result = run(cluster, "doctor", "--memory", "1MiB", "--json")
+    paths = json.loads(result.stdout)["paths"]
+    found = {(p["node"], p["path"]): p for p in paths}
+    assert set(found) >= {(n, p) for n in ("n1@1", "n2@1") for p in ("shm", "tcp")}
+    assert {p["path"] for p in paths if p["chosen"]} == {"shm"}
+    assert all("mapped" in p["why"] for p in paths if p["chosen"])
+    for path in paths:
+        assert not path["error"]
+        assert path["round_trip_us"] > 0
+        assert min(path["get_bytes_per_s"], path["put_bytes_per_s"]) > 0
+    scanned = run(cluster, "scan", "--prefix", "p2pkv-doctor", "--json")
+    assert scanned.stdout == "", "what was measured with is gone"
+
+
+def test_doctor_measures_ucx_where_nodes_offer_it(
+    etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    if not ucx_library.doctor().usable:
+        pytest.skip("no UCX here")
+    with Cluster(1, etcd=etcd, ucx="on") as cluster:
+        where = ["--cluster", cluster.name, "--etcd-endpoints", *etcd.endpoints]
+        command = [sys.executable, "-m", "p2pkv.cli", "doctor", "--memory", "1MiB", "--json"]
+        said = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60)
+    paths = {p["path"]: p for p in json.loads(said.stdout)["paths"]}
+    assert set(paths) == {"shm", "tcp", "ucx"}
+    assert [name for name, path in paths.items() if path["chosen"]] == ["shm"]
+    assert paths["ucx"]["get_bytes_per_s"] > 0
+
+
+def test_doctor_does_not_measure_when_told_not_to(cluster: dict[str, Any]) -> None:
+    result = run(cluster, "doctor", "--memory", "1MiB", "--no-measure", "--json")
+    assert json.loads(result.stdout)["paths"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "word"),
+    [("shm", "here", ""), ("ucx", "elsewhere", ""), ("tcp", "here", "--ipc=host"),
+     ("tcp", "elsewhere", "RDMA"), ("zmq", "elsewhere", "firewall")],
+)  # fmt: skip
+def test_doctor_says_what_would_make_a_better_path(
+    path: str, host: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    check = measure.check_of(measure.Way(node="n@1", path=path, chosen=True, why="so"), host)
+    assert word in check.remedy
+    assert check.state == ("note" if word else "ok")
+    unchosen = measure.check_of(measure.Way(node="n@1", path=path, chosen=False), host)
+    assert (unchosen.state, unchosen.remedy) == ("ok", "")
+
+
+def test_doctor_fails_where_the_chosen_path_does_not_work() -> None:
+    broken = measure.Way(node="n@1", path="auto", chosen=True, error="gone")
+    other = measure.Way(node="n@1", path="ucx", chosen=False, error="gone")
+    assert [measure.check_of(way, "").state for way in (broken, other)] == ["failed", "note"]
 
 
 def test_forget_asks_first_and_knows_its_nodes(cluster: dict[str, Any]) -> None:

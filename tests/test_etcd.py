@@ -542,7 +542,7 @@ def test_a_server_that_cannot_start_shows_its_log() -> None:
 def test_stopping_leaves_neither_process_nor_data() -> None:
     cluster = EtcdCluster().start()
     member = cluster.members[0]
-    directory = Path(cluster._directory.name)
+    directory = cluster._directory.path
     assert member.running
     assert directory.exists()
     cluster.stop()

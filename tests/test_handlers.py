@@ -11,7 +11,7 @@ from p2pkv.arena import Arena
 from p2pkv.handlers import LOCATE_MIN, Handlers
 from p2pkv.objects import Pin, read_header
 from p2pkv.sessions import GAPS_MAX, TOKENS_MAX, Session
-from p2pkv.wire import Fault, Kind, PutOptions, Status
+from p2pkv.wire import Checksums, Fault, Kind, PutOptions, Status
 
 IF_ABSENT, ONCE = PutOptions(if_absent=True), PutOptions(write_once=True)
 SOFT, HARD = PutOptions(soft_pin=True), PutOptions(hard_pin=True)
@@ -1146,3 +1146,127 @@ def test_what_is_not_shared_counts_as_filled_only_by_its_bytes(host: Host) -> No
     other, _ = shared_alloc(host, b"l", 3)
     id = allocated(host, b"k", 3)
     assert host.statuses(Kind.COMMIT, wire.Commit([id, other], True)) == [Status.INVALID, OK]
+
+
+# -- clients on other hosts
+
+
+def test_what_is_located_with_a_hold_stays_until_its_token_is_given_back(host: Host) -> None:
+    """Overwritten and deleted meanwhile, and although nothing else holds it."""
+    values = {b"a": bytes(LOCATE_MIN), b"s": b"small", b"b": bytes(LOCATE_MIN + 1)}
+    host.put(values)
+    get = wire.Get([*values, b"none"], False, True, hold=True)
+    body = answered(host.ask(Kind.GET, get), Kind.VALUES)
+    assert [bool(at) for at in body.offsets] == [True, False, True, False]
+    host.put({b"a": b"new"})
+    host.statuses(Kind.DELETE, wire.Delete([b"b"]))
+    assert host.store.stats().retiring == 2
+    assert host.statuses(Kind.RELEASE, wire.Release([body.token])) == []
+    assert host.store.stats().retiring == 0
+    assert host.session.held == 0
+
+
+def test_a_held_range_has_a_token_too(host: Host) -> None:
+    host.put({b"a": bytes(2 * LOCATE_MIN)})
+    get = wire.Get([b"a"], False, True, [10], [LOCATE_MIN], hold=True)
+    assert answered(host.ask(Kind.GET, get), Kind.VALUES).token
+    assert host.session.held == 1
+
+
+def test_a_hold_ends_with_its_time_and_with_its_session(host: Host) -> None:
+    host.put({b"a": bytes(LOCATE_MIN)})
+    get = wire.Get([b"a"], False, True, hold=True)
+    for end in (
+        lambda: host.sessions.reap(host.now + host.sessions.hold_ns),
+        lambda: host.sessions.end(host.session),
+    ):
+        answered(host.ask(Kind.GET, get), Kind.VALUES)
+        host.statuses(Kind.DELETE, wire.Delete([b"a"]))
+        assert host.store.stats().retiring == 1
+        end()
+        assert host.store.stats().retiring == 0
+        host.put({b"a": bytes(LOCATE_MIN)})
+
+
+def test_a_session_holds_a_bounded_number_of_objects(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv.sessions.HELD_MAX", 1)
+    host.put({b"a": bytes(LOCATE_MIN)})
+    get = wire.Get([b"a"], False, True, hold=True)
+    answered(host.ask(Kind.GET, get), Kind.VALUES)
+    error = answered(host.ask(Kind.GET, get), Kind.ERROR)  # a use for eviction it was all the same
+    assert "objects, in one session" in error.message
+    assert host.session.held == 1
+
+
+def remote_alloc(host: Host, key: bytes, size: int) -> int:
+    body = wire.Alloc([key], [size], PLAIN, True, True)
+    return answered(host.ask(Kind.ALLOC, body), Kind.ALLOCATED).ids[0]
+
+
+def test_what_a_remote_client_filled_is_committed_without_quarantine(host: Host) -> None:
+    host.session.shared = {}
+    id = remote_alloc(host, b"k", 3)
+    assert host.statuses(Kind.COMMIT, wire.Commit([id], True)) == []
+    assert host.handlers.quarantine.held_bytes == 0
+    assert not host.handlers.quarantine.remote
+
+
+def test_what_a_remote_client_filled_is_compared_with_its_checksum_as_what_is_sent_is(
+    host: Host,
+) -> None:
+    """A local client's is not: it was written in place."""
+    host.handlers.arriving = Checksums.SENT
+    host.session.shared = {}
+    remote, (local, _) = remote_alloc(host, b"r", 3), shared_alloc(host, b"l", 3)
+    wrong = [12345]
+    assert host.statuses(Kind.COMMIT, wire.Commit([remote], True, wrong)) == [Status.CORRUPT]
+    assert host.statuses(Kind.COMMIT, wire.Commit([local], True, wrong)) == []
+    assert host.handlers.quarantine.held_bytes == 0
+
+
+def test_room_that_a_remote_client_did_not_write_to_is_free_at_once(host: Host) -> None:
+    host.session.shared = {}
+    id = remote_alloc(host, b"k", 1000)
+    assert host.statuses(Kind.ABORT, wire.Abort([id])) == []
+    assert host.store.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["late", "closed", "lost"])
+def test_room_that_a_remote_client_may_still_write_to_is_not_used(host: Host, how: str) -> None:
+    shared = host.session.shared = {}
+    id = remote_alloc(host, b"k", 1000)
+    used = host.store.stats().used_bytes
+    if how == "late":
+        assert host.statuses(Kind.ABORT, wire.Abort([id], True)) == []
+    else:
+        host.handlers.unshare_all(shared, proven=how == "closed")
+    quarantine = host.handlers.quarantine
+    assert host.store.stats().used_bytes == used == quarantine.held_bytes
+    assert quarantine.unproven_bytes == (used if how == "lost" else 0)
+    assert not shared
+    assert not quarantine.remote
+    host.store.release_batch(list(host.store.extents.retiring))
+
+
+def test_a_local_clients_room_knows_no_quarantine(host: Host) -> None:
+    shared = host.session.shared = {}
+    shared_alloc(host, b"k", 1000)
+    host.handlers.unshare_all(shared, proven=False)
+    assert (host.handlers.quarantine.held_bytes, host.store.stats().used_bytes) == (0, 0)
+
+
+def test_remote_writers_are_refused_while_too_much_is_in_quarantine(host: Host) -> None:
+    host.session.shared = {}
+    host.handlers.quarantine.held_bytes = host.store.arena.size
+    body = wire.Alloc([b"k"], [10], PLAIN, True, True)
+    error = answered(host.ask(Kind.ALLOC, body), Kind.ERROR)
+    assert error.fault == Fault.NOT_READY
+
+
+def test_room_for_a_remote_writer_must_be_shared(host: Host) -> None:
+    host.session.shared = {}
+    assert "must be shared" in refused(
+        host, Kind.ALLOC, wire.Alloc([b"k"], [1], PLAIN, False, True)
+    )

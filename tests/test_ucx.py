@@ -30,7 +30,7 @@ from p2pkv.errors import (
     ProtocolError,
     TooLarge,
 )
-from p2pkv.ucx_library import doctor
+from p2pkv.ucx_library import doctor, options_for
 from p2pkv.ucx_transfer import (
     Busy,
     Peer,
@@ -734,6 +734,22 @@ def test_doctor_tells_which_library_and_why_no_rdma() -> None:
     assert {t.split("/")[0] for t in FACTS.transports} == {"tcp"}
     assert not FACTS.rdma
     assert FACTS.rdma_reason
+
+
+@pytest.mark.parametrize("wanted", ["auto", "ucx", "on"])
+def test_auto_leaves_no_transport_over_which_access_is_emulated(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    transports = doctor(options_for(wanted)).transports
+    assert any(t.startswith("tcp/") for t in transports) == (wanted != "auto")
+
+
+def test_transports_that_the_environment_names_are_taken_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert options_for("auto") == {}
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@
  */
 
 enum {
-    P2PKV_UCX_ABI = 1,        /* raised with every change of this file */
+    P2PKV_UCX_ABI = 2,        /* raised with every change of this file */
     P2PKV_UCX_NO_MEMORY = 1,  /* malloc failed */
     P2PKV_UCX_NOT_LOCAL = 2,  /* a piece's local memory is not inside one registered region */
     P2PKV_UCX_NOT_REMOTE = 3, /* a piece's remote memory is not inside the region it names */
@@ -83,6 +83,12 @@ uint64_t p2pkv_ucx_engine_close(p2pkv_ucx_engine *engine, int64_t deadline_ns);
  * it polls for `spin_ns` before it gives up on them. Returns the number of events. */
 int p2pkv_ucx_progress(p2pkv_ucx_engine *engine, int64_t spin_ns, int64_t budget_ns,
                        p2pkv_ucx_event *events, int size, int *more, int *status);
+
+/* Blocks until there are events, `fd` (-1: none) is readable, or the deadline (CLOCK_MONOTONIC) has
+ * passed. Polls for `spin_ns`, then sleeps. Returns the number of events; *status is 0 or UCX's
+ * error. */
+int p2pkv_ucx_wait(p2pkv_ucx_engine *engine, int64_t spin_ns, int64_t deadline_ns, int fd,
+                   p2pkv_ucx_event *events, int size, int *status);
 
 /* -- regions: local memory, registered in chunks of at most `chunk` bytes */
 

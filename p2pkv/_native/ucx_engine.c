@@ -1,12 +1,14 @@
 /* An engine: one context and one worker, their progress and their end. */
 #include "ucx.h"
 
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 enum { POLLS_PER_CLOCK = 16 };
+static const int64_t WAIT_BUDGET_NS = 10000000; /* then the deadline is looked at */
 
 static int64_t now_ns(void) {
     struct timespec t;
@@ -207,6 +209,29 @@ int p2pkv_ucx_progress(p2pkv_ucx_engine *engine, int64_t spin_ns, int64_t budget
     int n = collect(engine, events, size);
     *more = outcome == 1 || n == size;
     return n;
+}
+
+/* Whether `other` is readable, or has ended. */
+static int sleep_on(int fd, int other, int64_t limit_ns) {
+    struct pollfd entries[] = {{.fd = other, .events = POLLIN}, {.fd = fd, .events = POLLIN}};
+    struct timespec limit = {.tv_sec = limit_ns / 1000000000, .tv_nsec = limit_ns % 1000000000};
+    return ppoll(entries, 2, &limit, NULL) > 0 && entries[0].revents != 0;
+}
+
+int p2pkv_ucx_wait(p2pkv_ucx_engine *engine, int64_t spin_ns, int64_t deadline_ns, int fd,
+                   p2pkv_ucx_event *events, int size, int *status) {
+    for (;;) {
+        int outcome = poll_and_arm(engine, spin_ns, WAIT_BUDGET_NS);
+        int n = collect(engine, events, size);
+        *status = outcome < 0 ? outcome : 0;
+        int64_t left = deadline_ns - now_ns();
+        if (n > 0 || outcome < 0 || left <= 0)
+            return n;
+        /* With work left it only looks. */
+        if (sleep_on(engine->event_fd, fd, outcome == 0 ? left : 0))
+            return 0;
+        spin_ns = 0;
+    }
 }
 
 /* -- the end */

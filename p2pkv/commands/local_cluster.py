@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from p2pkv.commands import state
 from p2pkv.commands.output import UNREACHABLE, Failure
 from p2pkv.config import EtcdConfig
+from p2pkv.orphans import dying_with_parent
 
 if TYPE_CHECKING:
     from p2pkv.etcd_server import EtcdCluster, EtcdServer
@@ -43,6 +44,7 @@ class NodeProcess:
                 env=environ,
                 # An interrupt at the terminal is for us: we end our children in order.
                 start_new_session=True,
+                preexec_fn=dying_with_parent(),
             )
 
     @property
@@ -99,7 +101,7 @@ class LocalCluster:
         if self.endpoints:
             self._view()
         else:
-            self._etcd = EtcdCluster(1)
+            self._etcd = EtcdCluster(1, dies_with_parent=True)
             self._save(False)
             self.endpoints = self._etcd.start().endpoints
         self._save(False)

@@ -214,12 +214,14 @@ class Traffic:
         keys: int = 200,
         timeout: float = 20.0,
         copies: Collection[int] = (1,),
+        path: str = "auto",
     ) -> None:
         self.endpoints = [r.control[0] for r in cluster.view().nodes.values()]
         """Of the nodes that were there at the start, for clients that cannot ask etcd."""
         self._stopped = threading.Event()
         self._loop = LoopThread()
-        self._clients = [cluster.client(timeout=timeout), cluster.async_client(timeout=timeout)]
+        changes: Any = {"timeout": timeout, "path": path}
+        self._clients = [cluster.client(**changes), cluster.async_client(**changes)]
         clients = {
             "blocking-0": self._clients[0],
             "blocking-1": self._clients[0],
