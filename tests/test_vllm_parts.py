@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from vllmside import BLOCK, FINGERPRINT, Memory, Request, chain, request
 
 from p2pkv.adapters.cache import CacheConfig
 from p2pkv.adapters.keys import BlockKeys, Fingerprint
@@ -22,14 +22,7 @@ from p2pkv.adapters.vllm.working import Working
 from p2pkv.clock import SECOND_NS
 from p2pkv.errors import ConfigError, Unreachable
 
-BLOCK = 4
-"""Tokens."""
-FINGERPRINT = Fingerprint(model="m", dtype="f", block_tokens=BLOCK, layout="vllm")
 OPTIONS = Options(blocks_per_group=2, saving_share_max=0.5)
-
-
-def chain(blocks: int, seed: int = 0) -> list[bytes]:
-    return [bytes([seed, i]) * 16 for i in range(blocks)]
 
 
 # -- a store of which the answers are known
@@ -77,24 +70,6 @@ class Store:
             return [Unreachable()] * len(keys)
         self.values |= {key: bytes(row) for key, row in zip(keys, rows, strict=True)}
         return [1] * len(keys)
-
-
-@dataclass
-class Request:
-    request_id: str = "r"
-    num_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-def request(tokens: int, **changes: Any) -> Request:
-    """With a prompt of so many tokens."""
-    return Request(
-        num_tokens=tokens, num_prompt_tokens=tokens, block_hashes=chain(tokens // BLOCK), **changes
-    )
 
 
 class Pool:
@@ -517,43 +492,6 @@ def test_the_cache_has_what_the_environment_and_the_options_say(
 
 
 # -- the worker's half
-
-
-class Buffer:
-    def __init__(self, rows: int, size: int) -> None:
-        self.rows = rows
-        self.memory = [bytearray(size) for _ in range(rows)]
-
-    def row(self, index: int) -> memoryview:
-        return memoryview(self.memory[index])
-
-
-class Memory:
-    """The engine's memory, as bytes by block."""
-
-    block_bytes = 8
-
-    def __init__(self, blocks: dict[int, bytes]) -> None:
-        self.blocks = blocks
-        self.broken = False
-
-    def now(self) -> None: ...
-
-    def staging(self, rows: int) -> Buffer:
-        return Buffer(rows, self.block_bytes)
-
-    def gather(self, blocks: Sequence[int], into: Buffer, after: Any) -> None:
-        if self.broken:
-            raise RuntimeError("the device is lost")
-        for row, block in zip(into.memory, blocks, strict=False):
-            row[:] = self.blocks[block]
-
-    def scatter(self, source: Buffer, blocks: Sequence[int], after: Any) -> None:
-        if self.broken:
-            raise RuntimeError("the device is lost")
-        for row, block in zip(source.memory, blocks, strict=False):
-            self.blocks[block] = bytes(row)
-
 
 PLANNED = Transfer(7, "r", runs_of(chain(5), [1, 2, 3, 4, 5], 0, 5, 2))
 VALUES = {block: bytes([block]) * 8 for block in PLANNED.blocks}
