@@ -447,6 +447,15 @@ def test_the_same_model_under_another_path_can_be_named() -> None:
     assert made(options, model="/a/llama").digest() == made(options, model="/b/llama").digest()
 
 
+def test_the_hash_seed_is_the_one_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert made().hash_seed == "sha256:s"
+    assert made(prefix_caching_hash_algo="xxhash").hash_seed == "xxhash:random"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert made().hash_seed == "sha256:7"
+    assert made(prefix_caching_hash_algo="xxhash").hash_seed == "xxhash:7"
+
+
 def test_a_demanded_fingerprint_is_checked() -> None:
     good = made().digest()
     assert made(Options(fingerprint=good)).digest() == good

@@ -17,7 +17,7 @@ from vllm_process import Engine, engines
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing.cluster import Cluster, wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 BLOCK = 32
 """Tokens."""
@@ -216,7 +216,7 @@ def test_two_copies_outlive_a_node_and_a_stopped_store_costs_little(
         assert engine.ask(reset=True)["done"]
         engine.order(prompts=[prompt(n) for n in numbers], tokens=TOKENS)
         cluster["n0"].kill()
-        answers = engine.answer(120.0)
+        answers = engine.answer()
         assert answers["tokens"] == [c["tokens"][0] for c in computed]
 
         # Once the others have taken over, all is there.

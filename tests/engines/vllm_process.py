@@ -16,8 +16,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MARK = "ANSWER "
-START_TIMEOUT_S = 300.0
-ANSWER_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 900.0
+"""An engine needs ten seconds on a machine of its own."""
+ANSWER_TIMEOUT_S = 300.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -51,19 +52,20 @@ class Engine:
         self._lines.put("")
 
     def wait_started(self) -> None:
-        self._answer(START_TIMEOUT_S)
+        self.answer(START_TIMEOUT_S)
 
     def ask(self, **order: Any) -> dict[str, Any]:
         """Give an order, and wait for the answer."""
         self.order(**order)
-        return self._answer(ANSWER_TIMEOUT_S)
+        return self.answer()
 
     def order(self, **order: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
+    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+        """That to the oldest order that has none yet."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except Empty:
@@ -71,8 +73,6 @@ class Engine:
         assert line, f"the engine has ended\n{self.log()}"
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    answer = _answer
 
     def log(self, bytes_max: int = 8000) -> str:
         """The end of what it printed."""

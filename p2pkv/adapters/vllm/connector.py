@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -107,7 +107,7 @@ class P2PKVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Handshake]) -> None:
         facts = [handshake.facts for handshake in metadata.values()]
         made = fingerprint(
-            self._vllm_config, self._block_tokens, facts, get_none_hash_seed(), self._options
+            self._vllm_config, self._block_tokens, facts, DEFAULT_NONE_HASH_SEED, self._options
         )
         announce(self._cache, made)
         pins = Pins(self._pool, len(facts), self._options.saving_share_max)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ RECORDS_MAX = 256
 """So many are compared."""
 RECORD_BYTES_MAX = 1 << 20
 ANNOUNCE_TIMEOUT_S = 2.0
+RANDOM = "random"
+"""Instead of a seed that is another one in every process."""
 
 
 def fingerprint(
@@ -35,9 +38,11 @@ def fingerprint(
 ) -> Fingerprint:
     """That of an engine, by its VllmConfig and what its workers said.
 
+    ``seed``: that of the block hashes, where the environment has none.
     Raises ConfigError if the options demand another one.
     """
     model, parallel, cache = engine.model_config, engine.parallel_config, engine.cache_config
+    algorithm = cache.prefix_caching_hash_algo
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
     context *= int(getattr(parallel, "prefill_context_parallel_size", 1))
     made = Fingerprint(
@@ -48,7 +53,7 @@ def fingerprint(
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         context_parallel=context,
-        hash_seed=f"{cache.prefix_caching_hash_algo}:{seed}",
+        hash_seed=f"{algorithm}:{_seed(algorithm, seed)}",
         extra=(
             ("namespace", options.namespace),
             ("quantization", str(model.quantization)),
@@ -60,6 +65,18 @@ def fingerprint(
             f"fingerprint = {options.fingerprint!r}: this engine has {made.digest()}: {made}"
         )
     return made
+
+
+def _seed(algorithm: str, default: str) -> str:
+    """As vLLM chooses it, which it has not done yet at this time."""
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and algorithm.startswith("xxhash"):
+        log.warning(
+            "block hashes by %s have a random seed: nothing is shared with other engines. Set "
+            "PYTHONHASHSEED, or take sha256", algorithm,
+        )  # fmt: skip
+        return RANDOM
+    return default if seed is None else seed
 
 
 def check_same(mine: Fingerprint, other: Fingerprint | None) -> None:
