@@ -46,7 +46,7 @@ def cluster(etcd: EtcdCluster) -> Iterator[Cluster]:
 def cache(cluster: Cluster) -> Iterator[Cache]:
     # By sockets: what a stopped node holds could still be read from its memory on this host.
     with Cache(cluster.client(path="tcp"), CONFIG, owned=True) as cache:
-        cache.connect(10.0)
+        cache.connect(30.0)
         cache.client.delete_range("")
         yield cache
 

@@ -7,14 +7,18 @@
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
 It stands on two halves that know nothing of vLLM's classes: ``scheduling`` decides which blocks
-are loaded and saved, ``working`` moves them. vLLM itself is imported with the connector only.
+are loaded and saved, ``working`` moves them. ``P2PKVTier`` is a tier below vLLM's own offload to
+host memory, on ``tiering``. vLLM itself is imported with these two classes only.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_FOUND_IN = {"P2PKVConnector": "p2pkv.adapters.vllm.connector"}
+_FOUND_IN = {
+    "P2PKVConnector": "p2pkv.adapters.vllm.connector",
+    "P2PKVTier": "p2pkv.adapters.vllm.tier",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +29,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_FOUND_IN[name]), name)
 
 
-__all__ = ["P2PKVConnector"]
+__all__ = ["P2PKVConnector", "P2PKVTier"]

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv import clock
-from p2pkv.adapters.cache import Cache
+from p2pkv.adapters.vllm.connecting import connected
 from p2pkv.adapters.vllm.identity import announce, fingerprint
 from p2pkv.adapters.vllm.lookups import Lookups
 from p2pkv.adapters.vllm.metrics import PromMetrics, Stats
@@ -35,12 +35,9 @@ from p2pkv.adapters.vllm.plans import LOG, SavesDone, StepPlan, WorkerFacts
 from p2pkv.adapters.vllm.scheduling import Scheduling
 from p2pkv.adapters.vllm.tally import Tally
 from p2pkv.adapters.vllm.working import Working
-from p2pkv.client import Client
 from p2pkv.errors import ConfigError, P2PKVError
 
 log = logging.getLogger(LOG)
-
-CONNECT_TIMEOUT_S = 5.0
 
 
 class Plan(KVConnectorMetadata):
@@ -72,7 +69,7 @@ class P2PKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._options: Options = read(transfer.kv_connector_extra_config)
         check_cacheable(kv_cache_config)
         self._tally = Tally()
-        self._cache = _connected(self._options)
+        self._cache = connected(self._options)
         self._working: Working | None = None
         self._facts: WorkerFacts | None = None
         self._pool: Any = None
@@ -283,19 +280,6 @@ def _page_bytes(group: Any) -> dict[str, int]:
     spec = group.kv_cache_spec
     specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
     return {name: int(specs.get(name, spec).page_size_bytes) for name in group.layer_names}
-
-
-def _connected(options: Options) -> Cache:
-    """Raises ConfigError."""
-    config = options.client_config()
-    cache = Cache(Client.from_config(config), options.cache_config(), owned=True)
-    where = config.etcd.endpoints if config.etcd else config.seeds
-    try:
-        cache.connect(CONNECT_TIMEOUT_S)
-        log.info("connected to cluster %s, found by %s", config.cluster, where)
-    except P2PKVError as e:
-        log.warning("cluster %s, looked for by %s: %s. Going on without", config.cluster, where, e)
-    return cache
 
 
 def _refused(request: str, digest: str) -> None:
