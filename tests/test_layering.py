@@ -41,7 +41,8 @@ LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer
 PURE = LAYERS[2]  # given time and chance, they do as they are told
 
 PURE_PARTS = ["adapters/keys", "adapters/breaker", "adapters/backlog", "adapters/history",
-              "adapters/hits"]  # fmt: skip
+              "adapters/hits", "adapters/vllm/plans", "adapters/vllm/pins",
+              "adapters/vllm/scheduling"]  # fmt: skip
 """Pure modules in packages of the last layer."""
 TESTING = ["faultplan", "judge", "linearizability", "selfdescribing"]
 PURE_PARTS += [f"testing/{module}" for module in TESTING]

@@ -1,0 +1,260 @@
+"""vLLM itself, with a small model on the CPU, and its cache in real nodes.
+
+The engines run in processes of their own. ``cached`` is what vLLM says of a request: the tokens of
+its prompt that were not computed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_process import Engine, engines
+
+from p2pkv.etcd_server import EtcdCluster
+from p2pkv.testing.cluster import Cluster, wait_for
+
+pytestmark = pytest.mark.timeout(1800)
+
+BLOCK = 32
+"""Tokens."""
+TOKENS = 12
+LAYERS = 2
+BLOCK_BYTES = LAYERS * 2 * BLOCK * 2 * 32 * 4
+"""Keys and values of 2 heads with 32 numbers of 4 bytes."""
+
+
+def prompt(number: int, characters: int = 180) -> str:
+    """Prompts with different numbers have no block in common. A character is a token."""
+    return (f"{number}: the quick brown fox jumps over the lazy dog. " * 10)[:characters]
+
+
+def whole(characters: int = 180) -> int:
+    """Tokens of a prompt that can be loaded: all full blocks."""
+    return characters // BLOCK * BLOCK
+
+
+def stored(cluster: Cluster) -> dict[bytes, int]:
+    """Keys of blocks, and their sizes."""
+    with cluster.client(timeout=20.0) as kv:
+        return dict(kv.scan_keys("kv:"))
+
+
+def wait_saved(cluster: Cluster, blocks: int) -> None:
+    wait_for(lambda: len(stored(cluster)) >= blocks, f"{blocks} blocks are not saved")
+
+
+def transfer(cluster: Cluster, role: str = "kv_both", **options: Any) -> dict[str, Any]:
+    where = {"etcd_endpoints": ",".join(cluster.etcd.endpoints), "cluster": cluster.name}
+    return {"kv_role": role, "kv_connector_extra_config": where | options}
+
+
+def ask(engine: Engine, *prompts: str, **more: Any) -> dict[str, Any]:
+    """Generate, without what the engine itself remembers."""
+    assert engine.ask(reset=True)["done"]
+    return engine.ask(prompts=list(prompts), tokens=TOKENS, **more)
+
+
+# -- two engines that share
+
+
+@pytest.fixture(scope="module")
+def cluster(etcd: EtcdCluster) -> Iterator[Cluster]:
+    with Cluster(2, etcd=etcd) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: Cluster, model: Path) -> Iterator[list[Engine]]:
+    """A producer and a consumer."""
+    each = [{"model": str(model), "transfer": transfer(cluster, f"kv_{role}")}
+            for role in ("producer", "consumer")]  # fmt: skip
+    with engines(*each) as pair:
+        yield pair
+
+
+@pytest.fixture(autouse=True)
+def empty(request: pytest.FixtureRequest) -> None:
+    if "pair" in request.fixturenames:
+        with request.getfixturevalue("cluster").client(timeout=20.0) as kv:
+            kv.delete_range("kv:")
+
+
+def test_another_process_loads_what_one_has_saved(cluster: Cluster, pair: list[Engine]) -> None:
+    producer, consumer = pair
+    computed = ask(producer, prompt(1), prompt(2))
+    assert computed["cached"] == [0, 0]
+    wait_saved(cluster, 2 * ((180 + TOKENS - 1) // BLOCK))
+    assert set(stored(cluster).values()) == {BLOCK_BYTES}
+    loaded = ask(consumer, prompt(1), prompt(2))
+    assert loaded["cached"] == [whole(), whole()]
+    assert loaded["tokens"] == computed["tokens"]
+    assert loaded["logprobs"] == pytest.approx(computed["logprobs"], abs=1e-4)
+
+
+def test_a_producer_says_what_it_saves_and_the_consumer_waits_for_it(
+    cluster: Cluster, pair: list[Engine]
+) -> None:
+    producer, consumer = pair
+    prefilled = ask(producer, prompt(3))
+    (params,) = prefilled["params"]
+    assert params["p2pkv_blocks"] == (180 + TOKENS - 1) // BLOCK
+    decoded = ask(consumer, prompt(3), params=params)  # at once: saves may be under way
+    assert decoded["cached"] == [whole()]
+    assert decoded["tokens"] == prefilled["tokens"]
+    refused = ask(consumer, prompt(3), params=params | {"p2pkv_fingerprint": "0" * 16})
+    assert refused["cached"] == [0]
+    assert refused["tokens"] == prefilled["tokens"]
+    assert consumer.said("was prefilled by an engine with fingerprint 0000")
+
+
+def test_a_consumer_saves_nothing(cluster: Cluster, pair: list[Engine]) -> None:
+    ask(pair[1], prompt(4))
+    figures = pair[1].ask(metrics=True)
+    assert "vllm:p2pkv_saved_blocks" not in figures or not figures["vllm:p2pkv_saved_blocks"]
+    assert stored(cluster) == {}
+
+
+def test_blocks_that_have_another_size_are_computed(cluster: Cluster, pair: list[Engine]) -> None:
+    producer, consumer = pair
+    computed = ask(producer, prompt(5))
+    wait_saved(cluster, (180 + TOKENS - 1) // BLOCK)
+    replace_all(cluster, b"too short")
+    again = ask(consumer, prompt(5))
+    assert again["tokens"] == computed["tokens"]
+    assert consumer.ask(metrics=True)["vllm:p2pkv_load_failed_blocks"] >= whole() // BLOCK
+
+
+def test_what_is_loaded_is_used(cluster: Cluster, pair: list[Engine]) -> None:
+    producer, consumer = pair
+    computed = ask(producer, prompt(6))
+    wait_saved(cluster, (180 + TOKENS - 1) // BLOCK)
+    replace_all(cluster, bytes(BLOCK_BYTES))
+    wrong = ask(consumer, prompt(6))
+    assert wrong["cached"] == [whole()]
+    assert wrong["tokens"] != computed["tokens"]
+
+
+def replace_all(cluster: Cluster, value: bytes) -> None:
+    with cluster.client(timeout=20.0) as kv:
+        for key in stored(cluster):
+            assert kv.delete(key)
+            kv.put(key, value)
+
+
+def test_figures_are_told_by_vllms_metrics(cluster: Cluster, pair: list[Engine]) -> None:
+    producer, consumer = pair
+    ask(producer, prompt(7))
+    wait_saved(cluster, (180 + TOKENS - 1) // BLOCK)
+    before = consumer.ask(metrics=True)
+    ask(consumer, prompt(7))
+    after = consumer.ask(metrics=True)
+    blocks = whole() // BLOCK
+    assert gained(before, after, "hit_blocks") >= blocks
+    assert gained(before, after, "loaded_blocks") == blocks
+    assert gained(before, after, "loaded_bytes") == blocks * BLOCK_BYTES
+    assert producer.ask(metrics=True)["vllm:p2pkv_saved_bytes"] >= blocks * BLOCK_BYTES
+
+
+def gained(before: dict[str, float], after: dict[str, float], name: str) -> float:
+    return after[f"vllm:p2pkv_{name}"] - before.get(f"vllm:p2pkv_{name}", 0)
+
+
+def test_keys_that_vanish_between_lookup_and_load_are_computed(
+    cluster: Cluster, pair: list[Engine]
+) -> None:
+    producer, consumer = pair
+    computed = ask(producer, prompt(8))
+    wait_saved(cluster, (180 + TOKENS - 1) // BLOCK)
+    consumer.ask(delete_before_loading=True)  # from here on, so this test is the pair's last
+    again = ask(consumer, prompt(8))
+    assert again["tokens"] == computed["tokens"]
+    assert consumer.said("it is not there any more")
+    assert len(stored(cluster)) < (180 + TOKENS - 1) // BLOCK
+
+
+# -- engines that must not share
+
+
+def test_an_engine_with_another_dtype_finds_nothing_and_says_why(
+    etcd: EtcdCluster, model: Path
+) -> None:
+    with Cluster(1, etcd=etcd) as cluster:
+        option = {"model": str(model), "transfer": transfer(cluster)}
+        with engines(option) as (first,):
+            ask(first, prompt(1))
+            wait_saved(cluster, whole() // BLOCK)
+            with engines(option | {"dtype": "bfloat16"}) as (other,):
+                assert ask(other, prompt(1))["cached"] == [0]
+                assert other.said("are not shared: dtype: 'torch.bfloat16/auto', not")
+                digests = {key.split(b".")[0] for key in stored(cluster)}
+                wait_saved(cluster, 2 * (whole() // BLOCK))
+                assert len(digests) == 2
+
+
+# -- nodes that die or stop
+
+
+def test_two_copies_outlive_a_node_and_a_stopped_store_costs_little(
+    etcd: EtcdCluster, model: Path
+) -> None:
+    # By sockets: what a stopped node holds could still be read from its memory on this host.
+    with (
+        Cluster(3, etcd=etcd, replication_factor=2, fence_after_s=100.0, reset_after_s=120.0)
+        as cluster,
+        engines({"model": str(model), "transfer": transfer(cluster, path="tcp")}) as (engine,),
+    ):  # fmt: skip
+        numbers = range(10, 16)
+        computed = [ask(engine, prompt(n)) for n in numbers]
+        wait_saved(cluster, len(numbers) * (whole() // BLOCK))
+        cluster.wait_settled()
+
+        # One is killed while a batch is under way: every request is answered, rightly.
+        assert engine.ask(reset=True)["done"]
+        engine.order(prompts=[prompt(n) for n in numbers], tokens=TOKENS)
+        cluster["n0"].kill()
+        answers = engine.answer()
+        assert answers["tokens"] == [c["tokens"][0] for c in computed]
+
+        # Once the others have taken over, all is there.
+        cluster.wait_settled()
+        wait_for(
+            lambda: all(ask(engine, prompt(n))["cached"] == [whole()] for n in numbers),
+            "not everything is found after a node has died",
+        )
+
+        # All stop: requests are computed, after a deadline or two, and soon at once.
+        plain = statistics.median(ask(engine, prompt(n))["seconds"] for n in range(20, 30))
+        for node in cluster:
+            if node.running:
+                node.pause()
+        try:
+            slow = [ask(engine, prompt(n))["seconds"] for n in range(30, 40)]
+        finally:
+            for node in cluster:
+                if node.running:
+                    node.resume()
+        print(f"seconds for a request: {plain:.3f}; with all nodes stopped: {slow}")
+        assert statistics.median(slow) <= 2 * plain
+        assert max(slow) <= 2 * plain + 1.0  # a deadline of the lookup, and a loaded machine
+
+
+# -- several ranks
+
+
+def test_tensor_parallel_ranks_save_and_load_their_own_blocks(
+    etcd: EtcdCluster, model: Path
+) -> None:
+    with Cluster(1, etcd=etcd) as cluster:
+        option = {"model": str(model), "transfer": transfer(cluster), "ranks": 2}
+        with engines(option) as (first,):
+            computed = first.ask(prompts=[prompt(1)], tokens=TOKENS)
+            wait_saved(cluster, 2 * (whole() // BLOCK))
+        assert set(stored(cluster).values()) == {BLOCK_BYTES // 2}
+        with engines(option) as (second,):
+            loaded = second.ask(prompts=[prompt(1)], tokens=TOKENS)
+        assert loaded["cached"] == [whole()]
+        assert loaded["tokens"] == computed["tokens"]
