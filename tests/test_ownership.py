@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 from nodeside import MIB, A, B, C
 
@@ -141,11 +140,19 @@ def test_what_it_owns_and_what_it_holds_a_copy_of_are_counted() -> None:
     assert (host.ownership.owned, host.ownership.held) == (1, 2)
 
 
-def test_affirmations_are_the_records_of_what_it_owns_as_they_are() -> None:
-    host = Host({K: at(9, record(B, A)), BucketId(1): at(10, record(A, B))})
-    (change,) = host.ownership.affirmations()
-    assert (change.bucket, change.expected, change.record) == (K, 9, record(B, A))
-    host.delta(11, {K: at(11, record(A, epoch=2))})
+def test_affirmations_are_the_records_of_what_it_has_a_copy_of_as_they_are() -> None:
+    mine, shared, other = K, BucketId(1), BucketId(2)
+    host = Host({
+        mine: at(9, record(B, A)),
+        shared: at(10, record(A, B)),
+        other: at(11, record(A)),
+    })  # fmt: skip
+    changes = host.ownership.affirmations()
+    assert [(c.bucket, c.expected, c.record) for c in changes] == [
+        (b, host.ownership.view.buckets[b].mod_revision, host.ownership.view.buckets[b].record)
+        for b in (mine, shared)
+    ]
+    host.delta(12, {mine: at(12, record(A, epoch=2)), shared: at(12, record(A, epoch=2))})
     assert host.ownership.affirmations() == []
 
 
