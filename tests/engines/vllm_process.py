@@ -91,7 +91,7 @@ class Engine:
                 self._process.wait(60)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        return self._process.wait(10)
+        return self._process.wait(60)
 
 
 @contextmanager
