@@ -181,7 +181,7 @@ def connect(cluster: Cluster, path: str, i: int) -> None:
         begin = kv.register_buffer(memory)
         kv.put_from(f"soak/from/{i % KEYS}", (begin, len(memory)))
         view = kv.get("soak/one", zero_copy=True)
-        assert view is not None
+        assert isinstance(view, memoryview)
         assert len(view) == 256 * KIB
         view.release()
         kv.unregister_buffer(memory)
@@ -271,7 +271,7 @@ def run(options: argparse.Namespace) -> list[Curve]:
         (node_deaths, options.deaths),
     )
     found: list[Curve] = []
-    more = {"ucx": "on"} if options.path == "ucx" else {}
+    more: dict[str, Any] = {"ucx": "on"} if options.path == "ucx" else {}
     with Cluster(1, memory_limit_bytes=256 * MIB, session_ttl_s=SESSION_TTL_S, **more) as cluster:
         for phase, total in phases:
             if not total:

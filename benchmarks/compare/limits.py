@@ -70,7 +70,7 @@ class Socket(Store):
     def batch_put(self, low: int, high: int) -> None:
         size = self.w.size
         header = HEADER.pack(True, low * size, (high - low) * size)
-        _send_all(self.sock, [memoryview(header), *map(memoryview, self.w.values[low:high])])
+        _send_all(self.sock, [memoryview(part) for part in (header, *self.w.values[low:high])])
         self.sock.recv(1, socket.MSG_WAITALL)
 
     def batch_get_into(self, low: int, high: int) -> None:

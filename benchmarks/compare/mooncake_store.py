@@ -72,7 +72,7 @@ class Mooncake(Store):
         check(not any(codes), "batch_upsert_from")
 
     def batch_get(self, low: int, high: int) -> Sequence[Any]:
-        return self.s.get_batch(self.keys[low:high])
+        return list(self.s.get_batch(self.keys[low:high]))
 
     def batch_get_into(self, low: int, high: int) -> None:
         n = high - low

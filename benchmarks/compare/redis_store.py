@@ -45,7 +45,7 @@ class Redis(Store):
         check(self.r.mset(items), "mset")
 
     def batch_get(self, low: int, high: int) -> Sequence[Any]:
-        return self.r.mget(self.keys[low:high])
+        return list(self.r.mget(self.keys[low:high]))
 
     def exists(self, keys: list[str]) -> Sequence[bool]:
         return [found == 1 for found in self.script_exists(keys)]
@@ -65,7 +65,8 @@ def _client(port: int, path: str, large: bool) -> Any:
 
     options: dict[str, Any] = {"socket_read_size": 256 * KIB}
     if large:
-        encode = Encoder("utf-8", "strict", False).encode
+        make_encoder: Any = Encoder
+        encode = make_encoder("utf-8", "strict", False).encode
         options["command_packer"] = PythonRespSerializer(6000, encode)
     if path:
         options |= {"connection_class": redis.UnixDomainSocketConnection, "path": path}

@@ -48,7 +48,7 @@ def start_all(
 def p2pkv_nodes(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Spec]:
     """One node for all paths but UCX, which has another that registers its memory."""
     paths = [path for path in PATHS if f"p2pkv-{path}" in wanted.names]
-    pids = {}
+    pids: dict[str, int] = {}
     if set(paths) - {"ucx"}:
         pids["bench"] = _node(servers, etcd, wanted.memory_bytes, "bench")
     for path in paths:
@@ -76,7 +76,7 @@ def require_ucx() -> None:
         raise StoreFailed(f"p2pkv-ucx: {facts.why_not}")
 
 
-def _node(servers: Servers, etcd: EtcdCluster, memory_bytes: int, cluster: str, *more: str) -> None:
+def _node(servers: Servers, etcd: EtcdCluster, memory_bytes: int, cluster: str, *more: str) -> int:
     command = [sys.executable, "-m", "p2pkv.cli", "node", "--prefault"]
     command += ["--node-id", cluster, "--cluster", cluster]
     command += ["--etcd-endpoints", ",".join(etcd.endpoints)]
@@ -106,7 +106,7 @@ def redis(servers: Servers, etcd: EtcdCluster, wanted: Wanted) -> Iterator[Spec]
                       "--appendonly", "no", "--unixsocket", path],
         MALLOC_CONF="dirty_decay_ms:-1,muzzy_decay_ms:-1",
     )  # fmt: skip
-    where = {"redis": {"port": port}, "redis-unix": {"path": path}}
+    where: dict[str, dict[str, Any]] = {"redis": {"port": port}, "redis-unix": {"path": path}}
     for name in names:
         yield Spec(name, "redis_store:Redis", pids=[servers.pid], **where[name])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from p2pkv.etcd_server import EtcdCluster
@@ -33,7 +34,7 @@ class Scale(NamedTuple):
     batch_bytes: int = 256 * MIB
     """Larger batches are cut down to it, to two values at least."""
     server_bytes: int = 3072 * MIB
-    """Memory of each server, and a third of it of each of several nodes."""
+    """Memory of each server; a sixth of it for each node of several."""
 
 
 QUICK = Scale(0.02, 1, 8 * MIB, (1, 2), 0.1, 4 * MIB, 384 * MIB)
@@ -96,10 +97,10 @@ class Turns:
     def place(self, place: Place, *, spin: bool = False) -> list[Row]:
         """All workloads of a place, by all stores."""
         for name in list(self._workers):
-            self._try(name, lambda name=name: self._load(name, place))  # type: ignore[misc]
+            self._try(name, partial(self._load, name, place))
         rows = [r for w in place.workloads for r in self._workload(place, w, spin)]
         for name in list(self._workers):
-            self._try(name, lambda name=name: self._workers[name].ask("clear"))  # type: ignore[misc]
+            self._try(name, partial(self._workers[name].ask, "clear"))
         return rows
 
     def _load(self, name: str, place: Place) -> None:
@@ -116,7 +117,7 @@ class Turns:
         for _ in range(self._scale.rounds):
             for name in [n for n in self._workers if base in self._calls[n]]:
                 for spun in (False, True) if spin else (False,):
-                    found = self._try(name, lambda: self._turn(name, workload, spun))  # noqa: B023
+                    found = self._try(name, partial(self._turn, name, workload, spun))
                     old = best.get((name, spun))
                     if found and (old is None or found["p50_us"] < old["p50_us"]):
                         best[name, spun] = found
@@ -129,16 +130,19 @@ class Turns:
         return self._workers[name].ask("measure", workload=workload, seconds=seconds, spin=spin)
 
     def _finish(self, name: str, workload: str, base: str, best: dict[Any, Row]) -> None:
-        """Compare bytes; have all keys there for what comes next."""
+        """Have all keys there for what comes next, and compare bytes: wrong ones are no figures."""
         worker = self._workers.get(name)
         if worker is None or self._specs[name].limit:
             return
         if base in WRITES:
-            self._try(name, lambda: worker.ask("fill"))
+            self._try(name, partial(worker.ask, "fill"))
         if base not in ("exists", "match"):
-            checked = self._try(name, lambda: worker.ask("verify", workload=workload))
+            checked = self._try(name, partial(worker.ask, "verify", workload=workload))
             for key in [k for k in best if k[0] == name]:
-                best[key]["verified"] = (checked or {}).get("values", 0)
+                if checked is None:
+                    del best[key]
+                else:
+                    best[key]["verified"] = checked["values"]
 
     def _row(self, place: Place, workload: str, name: str, spin: bool, figures: Row) -> Row:
         base, _, count = workload.partition(":")
@@ -212,7 +216,7 @@ def copies(path: str, etcd: EtcdCluster, scale: Scale, say: Say) -> list[Row]:
         taking = stack.enter_context(turns([], 0, scale, say))
         for name, (nodes, replicas) in CLUSTERS.items():
             cluster = stack.enter_context(
-                Cluster(nodes, etcd=etcd, memory_limit_bytes=scale.server_bytes // 3, prefault=True,
+                Cluster(nodes, etcd=etcd, memory_limit_bytes=scale.server_bytes // 6, prefault=True,
                         replication_factor=replicas, min_in_sync=replicas, swim={"preset": "lan"})
             )  # fmt: skip
             spec = Spec(
