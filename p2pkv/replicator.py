@@ -96,14 +96,19 @@ class Replicator:
         tick_s = self._config.beacon_s / TICKS_PER_BEACON
         async with asyncio.TaskGroup() as group:
             self._group = group
-            while True:
-                now = clock.monotonic()
-                self._replicas.tick(now, self._etcd_answers(now))
-                self._journal.tell_evictions()
-                self._learning.reap(now)
-                self._knock(now)
-                self.flush()
-                await asyncio.sleep(tick_s)
+            try:
+                while True:
+                    self._tick(clock.monotonic())
+                    await asyncio.sleep(tick_s)
+            finally:
+                self._group = None  # from here on it takes no tasks
+
+    def _tick(self, now: int) -> None:
+        self._replicas.tick(now, self._etcd_answers(now))
+        self._journal.tell_evictions()
+        self._learning.reap(now)
+        self._knock(now)
+        self.flush()
 
     def wake(self) -> None:
         """See to it that what is new leaves in this turn of the event loop."""

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
-from nodeside import A, B
+import zmq
+from nodeside import A, B, C
+from replicating import Cluster, keys_in
 
+from p2pkv import clock
+from p2pkv.async_driver import AsyncDriver
+from p2pkv.config import ClientConfig, Limits, NodeConfig
 from p2pkv.errors import ProtocolError
+from p2pkv.gossip import Gossip
+from p2pkv.ownership import Ownership
+from p2pkv.records import View
 from p2pkv.replicas import Batch
 from p2pkv.replicated import Beacon, Grant, Op, OpKind, Prepare, Talk, decode, encode
 from p2pkv.replication import Entry
-from p2pkv.replicator import OP_BYTES_MAX, fitting
+from p2pkv.replicator import OP_BYTES_MAX, Replicator, fitting
+from p2pkv.routing import Router
 
 HEAD = 100 * OP_BYTES_MAX
 
@@ -96,3 +108,43 @@ def test_what_replicas_say_survives_its_encoding() -> None:
 def test_what_is_no_message_between_replicas_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError, match="between replicas"):
         decode(frame)
+
+
+# -- the end
+
+
+async def test_what_comes_up_while_the_node_stops_begins_nothing() -> None:
+    with ExitStack() as stack, Cluster(stack) as cluster:
+        cluster.now = clock.monotonic()
+        node = cluster.start(A, B)
+        context: zmq.Context[Any] = zmq.Context()
+        sockets = Gossip(context, Limits(), b"token", {}, lambda member: None)
+        driver = AsyncDriver(ClientConfig(seeds=("tcp://127.0.0.1:1",)), Router(), member=A)
+        mover: Any = None
+        silent: Any = Silent()
+        replicator = Replicator(
+            NodeConfig(), node.journal, node.learning, Ownership(A, View(), "f"), driver,
+            sockets, mover, silent, random.Random(1),
+        )  # fmt: skip
+        running = asyncio.create_task(replicator.run())
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.sleep(0)
+        node.put(*keys_in(0, 1))
+        replicator.broke(C)
+        replicator.wake()
+        replicator.flush()
+        with suppress(asyncio.CancelledError):
+            await running
+        replicator.broke(C)
+        assert replicator.batches_total == 0
+        assert node.replicas.has_unsent
+        driver.close()
+        sockets.close()
+        context.term()
+
+
+class Silent:
+    """An etcd that was never heard of."""
+
+    last_contact_ns = None
