@@ -266,6 +266,12 @@ def test_nodes_that_stand_still_are_misses_in_time_and_no_task_is_lost(cluster: 
     for node in cluster:
         node.pause()
     try:
+        wait_for(
+            lambda: (
+                not any(bits(level.found(level.adapter.submit_lookup_and_lock_task(keys, {})), 16))
+            ),
+            "the nodes do not stand still",
+        )
         begin = time.monotonic()
         for _ in range(10):
             lookup = level.adapter.submit_lookup_and_lock_task(keys, {})

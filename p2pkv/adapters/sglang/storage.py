@@ -51,6 +51,7 @@ class P2PKVStorage(HiCacheStorage):  # type: ignore[misc]
         options = self._options
         self._naming = Naming(options.model, options.namespace, options.blocks_per_group)
         self._pools: dict[str, Pool] = {}
+        self._memory: set[tuple[int, int]] = set()
         self._counts_only = False
         """Whether SGLang's own pool has no memory: the others have all that is stored."""
         self._notices = Notices(log)
@@ -75,8 +76,10 @@ class P2PKVStorage(HiCacheStorage):  # type: ignore[misc]
         if not memory:
             self._counts_only |= name == KV
             return
-        for address, size in memory:
-            self._cache.client.register_buffer(address, size)
+        for place in memory:  # pools may share it
+            if place not in self._memory:
+                self._cache.client.register_buffer(*place)
+                self._memory.add(place)
         split = name == KV and self._config.should_split_heads
         pieces = self._config.tp_lcm_size // self._config.tp_size if split else 1
         pages = pages_of(name, pool, self._direct or name != KV, pieces)
