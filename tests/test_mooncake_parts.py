@@ -12,7 +12,7 @@ from p2pkv import clock, errors
 from p2pkv.adapters.mooncake import options
 from p2pkv.adapters.mooncake.codes import ErrorCode, InvalidKey, NotSetUp, code_of, codes, sizes
 from p2pkv.adapters.mooncake.memory import BufferHandle, check_mapped
-from p2pkv.adapters.mooncake.notices import Notices
+from p2pkv.adapters.notices import Notices
 from p2pkv.buffers import address_of
 from p2pkv.commands.mooncake import environment
 from p2pkv.config import ClientConfig, build, load

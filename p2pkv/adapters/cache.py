@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -68,7 +69,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     job_age_max_s: Positive = 30.0
     """What waited longer is dropped."""
     threads: Annotated[int, Limit(ge=1, le=64)] = 2
-    """For stores, and as many for loads and lookups."""
+    """For stores, as many for loads, and as many for lookups."""
     history_keys_max: Annotated[int, Limit(ge=0)] = 32768
     """Keys that ``why_miss`` knows something of."""
     requests_max: Annotated[int, Limit(ge=1)] = 8192
@@ -107,6 +108,8 @@ class Cache:
         self._hits = HitCounter(config.requests_max)
         self._stores = Workers("p2pkv-stores", config.threads, config._backlog())
         self._loads = Workers("p2pkv-loads", config.threads, config._backlog())
+        self._lookups = Workers("p2pkv-lookups", config.threads, config._backlog())
+        """Not those of loads: an answer of a few bytes must not wait behind gigabytes."""
 
     def connect(self, timeout_s: float) -> None:
         """Get to know the cluster. Raises Unreachable, ClusterMismatch, AuthorityUnavailable.
@@ -189,13 +192,16 @@ class Cache:
 
     def store(
         self, keys: Sequence[Key], values: Sequence[Any], *, ttl: float | None = None,
-        **options: Any,
+        skip_present: bool = False, **options: Any,
     ) -> list[Any]:  # fmt: skip
         """Put values, each in one buffer or in several: copies, 0 where ``if_absent`` found one.
 
-        ``options``: those of ``Client.put_from``.
+        ``skip_present``: ask first which keys are there, and send only the others; 0 for those
+        that are. ``options``: those of ``Client.put_from``.
         """
         _check_pairs("values", values, keys)
+        if skip_present:
+            return self._store_missing(keys, values, ttl, options)
         timeout = self.patience(sum(map(size_of, values)))
         outcomes = self.ask(
             keys,
@@ -204,6 +210,19 @@ class Cache:
             ),
         )
         self._remember(keys, outcomes, 0 if ttl is None else _ns(ttl))
+        return outcomes
+
+    def _store_missing(
+        self, keys: Sequence[Key], values: Sequence[Any], ttl: float | None, options: dict[str, Any]
+    ) -> list[Any]:
+        timeout = self.config.lookup_timeout_s
+        known = self.ask(keys, lambda i: self.client.batch_exists(_of(keys, i), timeout=timeout))
+        missing = [i for i, there in enumerate(known) if there is not True]
+        outcomes: list[Any] = [0] * len(keys)
+        if missing:
+            stored = self.store(_of(keys, missing), _of(values, missing), ttl=ttl, **options)
+            for i, outcome in zip(missing, stored, strict=True):
+                outcomes[i] = outcome
         return outcomes
 
     def delete(self, keys: Sequence[Key]) -> list[Any]:
@@ -250,20 +269,30 @@ class Cache:
         """
         keys, targets = list(keys), list(targets)
         size = sum(map(size_of, targets))
-        return self._submit(keys, size, lambda: self.load(keys, targets, **options), done)
+        load = partial(self.load, keys, targets, **options)
+        return self._submit(self._loads, keys, size, load, done)
 
     def submit_exists(self, keys: Sequence[Key], done: Done, *, request: Hashable = None) -> bool:
         """``exists``, later. False: too much waits already, so all are misses."""
         keys = list(keys)
-        return self._submit(keys, 0, lambda: self._exists(keys, request), done)
+        return self._submit(self._lookups, keys, 0, partial(self._exists, keys, request), done)
 
-    def _submit(
-        self, keys: Sequence[Key], size: int, call: Callable[[], list[Any]], done: Done
+    def submit_ask(
+        self, keys: Sequence[Key], call: Callable[[Sequence[int]], Sequence[Any]], done: Done
     ) -> bool:
+        """``ask``, later, by the threads of lookups. False: too much waits already."""
+        keys = list(keys)
+        return self._submit(self._lookups, keys, 0, partial(self.ask, keys, call), done)
+
+    @classmethod
+    def _submit(
+        cls, workers: Workers, keys: Sequence[Key], size: int, call: Callable[[], list[Any]],
+        done: Done,
+    ) -> bool:  # fmt: skip
         def drop(why: str) -> None:
             done([NotAsked(f"not asked for: {why}")] * len(keys))
 
-        return self._loads.submit(Job(lambda: done(self._attempt(keys, call)), drop), size)
+        return workers.submit(Job(lambda: done(cls._attempt(keys, call)), drop), size)
 
     @staticmethod
     def _attempt(keys: Sequence[Key], call: Callable[[], list[Any]]) -> list[Any]:
@@ -356,6 +385,7 @@ class Cache:
             **self._guard.figures(),
             **{f"stores_{name}": n for name, n in self._stores.figures().items()},
             **{f"loads_{name}": n for name, n in self._loads.figures().items()},
+            **{f"lookups_{name}": n for name, n in self._lookups.figures().items()},
         }
 
     # -- life
@@ -367,7 +397,7 @@ class Cache:
     def close(self, timeout_s: float = 5.0) -> None:
         """Drop what waits and stop the threads. Raises DeadlineExceeded if one goes on."""
         end = time.monotonic() + timeout_s
-        parts = (self._stores, self._loads, self._guard)
+        parts = (self._stores, self._loads, self._lookups, self._guard)
         ended = [part.close(max(0.0, end - time.monotonic())) for part in parts]
         if self._owned:
             self.client.close()

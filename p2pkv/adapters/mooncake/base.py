@@ -8,8 +8,8 @@ from typing import Any
 
 from p2pkv.adapters.cache import Cache
 from p2pkv.adapters.mooncake.codes import InvalidKey, NotSetUp
-from p2pkv.adapters.mooncake.notices import Notices
 from p2pkv.adapters.mooncake.types import ReplicateConfig
+from p2pkv.adapters.notices import Notices
 from p2pkv.config import Limits
 from p2pkv.errors import InvalidArgument, P2PKVError
 from p2pkv.memory import RegisteredMemory
@@ -136,10 +136,7 @@ class Base:
         return outcomes
 
     def _tell(self, what: str, outcomes: Sequence[Any]) -> None:
-        for kind in set(map(type, outcomes)):
-            if issubclass(kind, P2PKVError):
-                first = next(o for o in outcomes if type(o) is kind)
-                self._notices.tell(what, kind.__name__, str(first))
+        self._notices.tell_outcomes(what, outcomes)
 
     # -- values
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from logging import Logger
+from typing import Any
 
 from p2pkv import clock
+from p2pkv.errors import P2PKVError
 
 EVERY_NS = 60 * clock.SECOND_NS
 KINDS_MAX = 256
@@ -37,3 +40,10 @@ class Notices:
             self._told[what, kind] = (now, 0)
         again = f" (and {more} times more since this was told last)" if more else ""
         self._log.warning("%s: %s%s", what, text, again)
+
+    def tell_outcomes(self, what: str, outcomes: Sequence[Any]) -> None:
+        """The errors among the outcomes of keys, the first of each kind."""
+        for kind in set(map(type, outcomes)):
+            if issubclass(kind, P2PKVError):
+                first = next(o for o in outcomes if type(o) is kind)
+                self.tell(what, kind.__name__, str(first))
