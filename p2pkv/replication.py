@@ -846,7 +846,7 @@ class Replica:
         """One step towards where the planner wants the bucket."""
         ready = [m for m, f in self.followers.items() if f.confirmed and f.acked >= self.applied]
         waits = self.missing() is not None
-        target = None if waits or not etcd_answers else self._successor(record, ready)
+        target = None if waits or not etcd_answers else self._successor(record, ready, now)
         self._hand_to(target)
         if target is not None:
             self._hand_over(record, target, ready)
@@ -870,9 +870,11 @@ class Replica:
         nodes = {m.node for m in record.in_sync}
         return nodes.issuperset(record.assigned)
 
-    def _successor(self, record: BucketRecord, ready: list[Member]) -> Member | None:
+    def _successor(self, record: BucketRecord, ready: list[Member], now: int) -> Member | None:
+        """Who is to be primary, if it has everything and was heard of just now."""
         first = record.assigned[:1]
-        return next((m for m in ready if m.node in first), None)
+        heirs = (m for m in ready if m.node in first)
+        return next((m for m in heirs if m == self.handing or self._grants(m, now)), None)
 
     def _hand_to(self, target: Member | None) -> None:
         if self.handing != target:

@@ -254,7 +254,7 @@ histories = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(histories, st.booleans())
 def test_a_real_register_s_history_passes(history: list[Operation], evictions: bool) -> None:
     assert check(history, evictions=evictions) is None

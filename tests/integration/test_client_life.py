@@ -180,7 +180,7 @@ def sessions(kv: Any) -> float:
 
 def test_a_thread_that_gets_no_connection_in_time_is_told(etcd: EtcdCluster) -> None:
     with Cluster(1, etcd=etcd) as cluster:
-        config = cluster.client_config(connections_max=1, timeout_s=0.5)
+        config = cluster.client_config(connections_max=1, timeout_s=0.5, path="zmq")
         with Client.from_config(config) as kv:
             kv.put("a", b"1")
             cluster["n0"].pause()

@@ -956,7 +956,8 @@ def test_programs_run_unchanged_behind_the_shim(
         (package / "__init__.py").write_text("raise ImportError('not this one')")
         (package / "store.py").write_text("raise ImportError('not this one')")
         (package / "other.py").write_text("NAME = 'other'")
-        environ["PYTHONPATH"] += os.pathsep + str(package.parent)
+        places = [environ.get("PYTHONPATH", ""), str(package.parent)]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     command = [sys.executable, "-m", "p2pkv.cli", "mooncake-shim", "--cluster", cluster.name]
     command += ["--etcd-endpoints", cluster.etcd.endpoints[0], "--"]
     command += [sys.executable, str(tmp_path / "program.py")] + ["--other"] * installed
