@@ -42,7 +42,8 @@ PURE = LAYERS[2]  # given time and chance, they do as they are told
 
 PURE_PARTS = ["adapters/keys", "adapters/breaker", "adapters/backlog", "adapters/history",
               "adapters/hits", "adapters/vllm/plans", "adapters/vllm/pins",
-              "adapters/vllm/scheduling"]  # fmt: skip
+              "adapters/vllm/scheduling", "adapters/sglang/identity", "adapters/sglang/hits",
+              "adapters/lmcache/names", "adapters/lmcache/locks"]  # fmt: skip
 """Pure modules in packages of the last layer."""
 TESTING = ["faultplan", "judge", "linearizability", "selfdescribing"]
 PURE_PARTS += [f"testing/{module}" for module in TESTING]

@@ -481,7 +481,8 @@ def stored(cluster: Cluster) -> dict[bytes, int]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
-    subprocess.run([sys.executable, str(HERE / "tiny_model.py"), str(folder)], check=True)
+    make = [sys.executable, str(HERE / "tiny_model.py"), str(folder)]
+    subprocess.run(make, check=True, env={**os.environ, "PYTHONPATH": str(STAND_INS)})
     return folder
 
 

@@ -61,6 +61,7 @@ def stand_in_for_pinned_memory(module: Any) -> None:
 
 
 def never_pin(module: Any) -> None:
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # 10 GB, of what small machines have
     base = module.HostKVCache
     initialise = base.__init__
 
