@@ -43,9 +43,13 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             }
         )
 
+    def cache_config(self) -> CacheConfig:
+        """Raises ConfigError."""
+        return load(CacheConfig, self.cache)
+
     def open(self, log: logging.Logger) -> Cache:
         """A cache, and a warning if the cluster does not answer. Raises ConfigError."""
-        where, config = self.client_config(), load(CacheConfig, self.cache)
+        where, config = self.client_config(), self.cache_config()
         cache = Cache(Client.from_config(where), config, owned=True)
         place = ", ".join(where.etcd.endpoints if where.etcd else where.seeds)
         try:

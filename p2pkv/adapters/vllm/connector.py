@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv import clock
-from p2pkv.adapters.vllm.connecting import connected
 from p2pkv.adapters.vllm.identity import announce, fingerprint
 from p2pkv.adapters.vllm.lookups import Lookups
 from p2pkv.adapters.vllm.metrics import PromMetrics, Stats
@@ -69,7 +68,7 @@ class P2PKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._options: Options = read(transfer.kv_connector_extra_config)
         check_cacheable(kv_cache_config)
         self._tally = Tally()
-        self._cache = connected(self._options)
+        self._cache = self._options.open(log)
         self._working: Working | None = None
         self._facts: WorkerFacts | None = None
         self._pool: Any = None

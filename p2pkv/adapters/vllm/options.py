@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta as Limit
 
-from p2pkv.adapters.cache import CacheConfig
-from p2pkv.commands.connection import client_config
-from p2pkv.config import ClientConfig, Duration, Positive, build, load
+from p2pkv.adapters.options import ClusterOptions
+from p2pkv.config import Duration, Positive, build
 
 Count = Annotated[int, Limit(ge=1, le=1 << 20)]
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times in seconds, sizes in bytes."""
 
-    cluster: str | None = None
-    etcd_endpoints: str | None = None
-    """Comma-separated. Without it and ``seeds``: the environment, else the cluster that ``p2pkv
-    up`` runs on this machine, else etcd at its usual place."""
-    seeds: str | None = None
-    """Control endpoints of some nodes, comma-separated."""
-    path: str | None = None
-    """How bytes travel (see ClientConfig)."""
     model: str = ""
     """Name of the model for the cache; empty: the engine's, with its revision. To be set where
     engines have the same model under different paths, and changed when its weights change."""
@@ -51,25 +41,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Host memory of each worker through which blocks go, half of it for loads."""
     shutdown_timeout_s: Duration = 5.0
     """For saves that are under way when the engine ends."""
-    cache: dict[str, Any] = {}
-    """Fields of CacheConfig, on top of those from the environment."""
-
-    def client_config(self) -> ClientConfig:
-        """Raises ConfigError."""
-        return client_config(
-            {
-                "cluster": self.cluster,
-                "etcd_endpoints": self.etcd_endpoints,
-                "seeds": self.seeds,
-                "path": self.path,
-                "timeout": None,
-                "config": None,
-            }
-        )
-
-    def cache_config(self) -> CacheConfig:
-        """Raises ConfigError."""
-        return load(CacheConfig, self.cache)
 
 
 def read(extra: Mapping[str, Any]) -> Options:

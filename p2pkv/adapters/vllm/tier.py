@@ -20,7 +20,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv.adapters.keys import BlockKeys, Fingerprint
-from p2pkv.adapters.vllm.connecting import connected
 from p2pkv.adapters.vllm.identity import announce
 from p2pkv.adapters.vllm.options import Options, read
 from p2pkv.adapters.vllm.plans import LOG
@@ -49,7 +48,7 @@ class P2PKVTier(SecondaryTierManager):
         made = tier_fingerprint(
             offloading_spec.config, self._block_size_bytes, current_platform.device_type, chosen
         )
-        self._cache = connected(chosen)
+        self._cache = chosen.open(log)
         announce(self._cache, made)
         keys = BlockKeys(made, 0, 1)
         self._tiering = Tiering(self._cache, primary_kv_view, keys, chosen.ttl_s)
