@@ -254,7 +254,17 @@ histories = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_put_if_absent_of_unknown_outcome_may_have_followed_an_eviction() -> None:
+    history = [
+        Operation(PUT, 0, 1, 6),
+        Operation(IF_ABSENT, 2, None, 11),
+        Operation(GET, 3, 4, result=11),
+    ]
+    assert check(history, evictions=True) is None
+    assert check(history) is not None
+
+
+@settings(max_examples=300, deadline=None)
 @given(histories, st.booleans())
 def test_a_real_register_s_history_passes(history: list[Operation], evictions: bool) -> None:
     assert check(history, evictions=evictions) is None

@@ -201,7 +201,7 @@ class _Search:
         for number in self._live:
             if used[number] < self._called[number]:
                 kind, wanted = self._classes[number]
-                new = _blind_effect(kind, wanted, value)
+                new = self._blind_effect(kind, wanted, value)
                 if new != value:
                     more = (*used[:number], used[number] + 1, *used[number + 1 :])
                     yield self._observed(_Configuration(new, done, more))
@@ -219,6 +219,12 @@ class _Search:
             return (absent, wanted) if result else (value is not None, value)
         return (value is not None, None) if result else (absent, None)
 
+    def _blind_effect(self, kind: Kind, wanted: Hashable, value: Hashable) -> Hashable:
+        """The value after an operation whose result nobody knows, if it did what it can do."""
+        if kind is Kind.PUT_IF_ABSENT and value is not None and not self._evictions:
+            return value
+        return None if kind is Kind.DELETE else wanted
+
     def _observed(self, configuration: _Configuration) -> _Configuration:
         """The same, with all that changes nothing done: there is no reason to wait with it."""
         value, done, used = configuration
@@ -235,13 +241,6 @@ class _Search:
         possible = tuple({c.value for c in before})
         shown = tuple("nothing" if v is None else v[0] if v is _UNREAD else v for v in possible)
         return Violation(self._history[index], shown, _window(self._history, index))
-
-
-def _blind_effect(kind: Kind, wanted: Hashable, value: Hashable) -> Hashable:
-    """The value after an operation whose result nobody knows."""
-    if kind is Kind.PUT_IF_ABSENT and value is not None:
-        return value
-    return None if kind is Kind.DELETE else wanted
 
 
 def _events(history: Sequence[Operation]) -> list[tuple[int, int]]:
