@@ -164,10 +164,11 @@ def in_time(order: Sequence[Operation]) -> bool:
 
 
 def explains(order: Sequence[Operation], evictions: bool) -> bool:
-    """With evictions, a value vanishes as late as it can: when its absence is seen."""
+    """With evictions, a value vanishes as late as it can: when its absence is seen, or may be."""
     value: Any = None
     for op in order:
-        if evictions and op.returned is not None and sees_nothing(op):
+        known = op.returned is not None
+        if evictions and (sees_nothing(op) if known else op.kind is IF_ABSENT):
             value = None
         result, after = apply(op, value)
         if op.returned is not None and op.kind is not PUT and result != op.result:
