@@ -104,6 +104,11 @@ class Leases:
         held = self._held.get(member)
         return _NEVER if held is None else held.until_ns - self.lease_ns
 
+    @property
+    def members(self) -> set[Member]:
+        """Those who have granted something, or were."""
+        return {*self._held, *self._given}
+
     def forget(self, member: Member) -> None:
         """It is no member any more. What it was granted is remembered."""
         self._held.pop(member, None)

@@ -531,6 +531,7 @@ class Node:
         view = self._ownership.view
         members = [Member(n, r.boot) for n, r in view.nodes.items()]
         self._contacts.register(members, view.revision, gap)
+        self._replicator.forget_superseded()
         known = {m: self._ownership.address_of(m) for m in self._contacts.peers()}
         addresses = {m: r.gossip[0] for m, r in known.items() if r and r.gossip}
         self._gossip.connect({e.member: e.address for e in self.liveness.entries()} | addresses)

@@ -549,6 +549,11 @@ class Replicas:
         if member != self.me:
             self.dead.add(member)
 
+    @property
+    def remembered(self) -> set[Member]:
+        """Members of whom something is kept."""
+        return {*self._heard, *self._uncommitted, *self.dead, *self.leases.members}
+
     def forget(self, members: Collection[Member]) -> None:
         """They will not come back under these names."""
         for member in members:

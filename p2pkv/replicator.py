@@ -47,6 +47,8 @@ SILENT_BEACONS = 2.5
 KNOCK_TIMEOUT_S = 0.25
 OP_BYTES_MAX = 2 * 1024 + 64
 """What one operation takes of a head, at most."""
+APART_NS = 60 * clock.SECOND_NS
+"""So long values go along to a peer that refused a batch, even if it is on this host."""
 RETRY_NS = 50 * clock.MILLISECOND_NS
 
 
@@ -80,7 +82,7 @@ class Replicator:
         self._not_before: dict[Member, int] = {}
         """When to try again to reach a peer that could not be reached."""
         self._knocking: set[Member] = set()
-        self._apart: set[Member] = set()
+        self._apart_until: dict[Member, int] = {}
         """Peers that refused a batch: they may be unable to read this node's memory."""
         self._group: asyncio.TaskGroup | None = None
         self._flush_wanted = False
@@ -182,7 +184,8 @@ class Replicator:
         """Values go along, except that a peer on this host is told where the large ones lie."""
         store = self._store
         large: list[Object] = []
-        if batch.to not in self._apart and self._driver.shares_memory(batch.to):
+        apart = clock.monotonic() < self._apart_until.get(batch.to, 0)
+        if not apart and self._driver.shares_memory(batch.to):
             large = [item for item in held if item.size >= LOCATE_MIN]
         if not large:
             payload = [store.value(item) for item in held if item.size]
@@ -203,7 +206,7 @@ class Replicator:
         if answer is None or isinstance(answer, Lost) or answer.kind != Kind.REPLICATED:
             self.batches_lost_total += 1
             if answer is not None and not isinstance(answer, Lost):
-                self._apart.add(batch.to)
+                self._apart_until[batch.to] = now + APART_NS
             self._not_before[batch.to] = now + RETRY_NS
             self._replicas.not_delivered(batch.to, [p.bucket for p in batch.prepares])
             return
@@ -240,6 +243,15 @@ class Replicator:
                 wait = min(wait * 2, 1.0)
 
     # -- who is gone
+
+    def forget_superseded(self) -> None:
+        """Keep nothing of lives of nodes that a newer one has followed."""
+        boots = self._ownership.view.boots
+        over = [m for m in self._replicas.remembered if boots.get(m.node, m.boot) > m.boot]
+        self._replicas.forget(over)
+        for member in over:
+            self._not_before.pop(member, None)
+            self._apart_until.pop(member, None)
 
     def _knock(self, now: int) -> None:
         """Look after peers that are silent. A refused connection is a process that is gone."""

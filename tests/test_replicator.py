@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 import zmq
 from nodeside import A, B, C
-from replicating import Cluster, keys_in
+from replicating import Cluster, Node, keys_in
 
 from p2pkv import clock
 from p2pkv.async_driver import AsyncDriver
@@ -24,6 +25,7 @@ from p2pkv.replicated import Beacon, Grant, Op, OpKind, Prepare, Talk, decode, e
 from p2pkv.replication import Entry
 from p2pkv.replicator import OP_BYTES_MAX, Replicator, fitting
 from p2pkv.routing import Router
+from p2pkv.types import BootId
 
 HEAD = 100 * OP_BYTES_MAX
 
@@ -110,38 +112,57 @@ def test_what_is_no_message_between_replicas_is_refused(frame: bytes) -> None:
         decode(frame)
 
 
-# -- the end
+# -- a replicator without peers
+
+
+@contextmanager
+def replicator_of(node: Node, view: View) -> Iterator[Replicator]:
+    context: zmq.Context[Any] = zmq.Context()
+    sockets = Gossip(context, Limits(), b"token", {}, lambda member: None)
+    driver = AsyncDriver(ClientConfig(seeds=("tcp://127.0.0.1:1",)), Router(), member=A)
+    mover: Any = None
+    silent: Any = Silent()
+    yield Replicator(
+        NodeConfig(), node.journal, node.learning, Ownership(A, view, "f"), driver, sockets,
+        mover, silent, random.Random(1),
+    )  # fmt: skip
+    driver.close()
+    sockets.close()
+    context.term()
 
 
 async def test_what_comes_up_while_the_node_stops_begins_nothing() -> None:
     with ExitStack() as stack, Cluster(stack) as cluster:
         cluster.now = clock.monotonic()
         node = cluster.start(A, B)
-        context: zmq.Context[Any] = zmq.Context()
-        sockets = Gossip(context, Limits(), b"token", {}, lambda member: None)
-        driver = AsyncDriver(ClientConfig(seeds=("tcp://127.0.0.1:1",)), Router(), member=A)
-        mover: Any = None
-        silent: Any = Silent()
-        replicator = Replicator(
-            NodeConfig(), node.journal, node.learning, Ownership(A, View(), "f"), driver,
-            sockets, mover, silent, random.Random(1),
-        )  # fmt: skip
-        running = asyncio.create_task(replicator.run())
-        await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.sleep(0)
-        node.put(*keys_in(0, 1))
-        replicator.broke(C)
-        replicator.wake()
-        replicator.flush()
-        with suppress(asyncio.CancelledError):
-            await running
-        replicator.broke(C)
-        assert replicator.batches_total == 0
-        assert node.replicas.has_unsent
-        driver.close()
-        sockets.close()
-        context.term()
+        with replicator_of(node, View()) as replicator:
+            running = asyncio.create_task(replicator.run())
+            await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.sleep(0)
+            node.put(*keys_in(0, 1))
+            replicator.broke(C)
+            replicator.wake()
+            replicator.flush()
+            with suppress(asyncio.CancelledError):
+                await running
+            replicator.broke(C)
+            assert replicator.batches_total == 0
+            assert node.replicas.has_unsent
+
+
+async def test_nothing_is_kept_of_a_life_that_a_newer_one_followed() -> None:
+    with ExitStack() as stack, Cluster(stack) as cluster:
+        node = cluster.start(A, B)
+        cluster.tick()
+        assert B in node.replicas.remembered
+        view = View(boots={B.node: B.boot})
+        with replicator_of(node, view) as replicator:
+            replicator.forget_superseded()
+            assert B in node.replicas.remembered
+            view.boots[B.node] = BootId(B.boot + 1)
+            replicator.forget_superseded()
+            assert B not in node.replicas.remembered
 
 
 class Silent:

@@ -137,9 +137,11 @@ class NodeProcess:
         return bool(lines) and json.loads(lines[-1]).get("drained") is True
 
     def pause(self) -> None:
-        """SIGSTOP: the process keeps its connections and does nothing."""
+        """SIGSTOP: the process keeps its connections and does nothing. Returns when it stands."""
+        pid = self.pid
         self.send(Signals.SIGSTOP)
         self.paused = True
+        wait_for(lambda: _stands_still(pid), f"{self.name} stops")
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -393,6 +395,12 @@ def unsettled(view: View, names: Iterable[str]) -> str:
     if moving or short or counts.keys() - wanted:
         return f"{moving} buckets are to move; owners: {dict(counts)}; wanted: {sorted(wanted)}"
     return ""
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether all threads of the process are stopped, which they are not at once."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
