@@ -256,14 +256,16 @@ def test_closing_ends_every_thread(cluster: Cluster) -> None:
     cache.submit_store(["a"], [b"x"])
     cache.submit_exists(["a"], lambda _: None)
     stop(cluster)
-    cache.match(KEYS)
-    cache.match(KEYS)
-    assert {"p2pkv-stores-0", "p2pkv-loads-0", "p2pkv-probes"} <= {
-        t.name for t in set(threading.enumerate()) - before
-    }
-    cache.close(20.0)
-    for node in cluster:
-        node.resume()
+    try:
+        cache.match(KEYS)
+        cache.match(KEYS)
+        assert {"p2pkv-stores-0", "p2pkv-lookups-0", "p2pkv-probes"} <= {
+            t.name for t in set(threading.enumerate()) - before
+        }
+        cache.close(20.0)
+    finally:
+        for node in cluster:
+            node.resume()
     assert not set(threading.enumerate()) - before
 
 
