@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from p2pkv.buffers import address_of
 from p2pkv.errors import ConfigError
+from p2pkv.processes import start_time
 
 log = logging.getLogger(__name__)
 
@@ -153,15 +154,6 @@ def remove_stale(directory: str | Path = SHM_DIRECTORY) -> list[Path]:
         if match and start_time(int(match[1])) != int(match[2]) and _remove_unlocked(path):
             removed.append(path)
     return removed
-
-
-def start_time(pid: int) -> int | None:
-    """When a process was started, in clock ticks since the machine was; None if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(b")")[2].split()[19])
 
 
 def huge_pages_enabled(switch: str | Path = THP_SWITCH) -> bool:

@@ -33,8 +33,9 @@ class HostLock:
     def acquire(cls, cluster: str, node: str, directory: Path = DIRECTORY) -> HostLock:
         """Take the lock of a node of the cluster with this fingerprint.
 
-        Raises NodeIdInUse if a live process has it.
+        Also removes the files that killed nodes left. Raises NodeIdInUse if a live process has it.
         """
+        remove_stale(directory)
         path = directory / f".p2pkv.{cluster}.{node}.lock"
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -61,6 +62,22 @@ class HostLock:
                 self._path.unlink()
             os.close(self._fd)
             self._fd = -1
+
+
+def remove_stale(directory: Path = DIRECTORY) -> list[Path]:
+    """Removes lock files that no process holds, as far as permissions allow; answers which."""
+    removed = []
+    for path in directory.glob(".p2pkv.*.lock"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(path, fd):
+                    path.unlink()
+                    removed.append(path)
+            finally:
+                os.close(fd)
+    return removed
 
 
 def _is_at(path: Path, fd: int) -> bool:

@@ -24,9 +24,9 @@ from p2pkv.arena import (
     Arena,
     huge_pages_enabled,
     remove_stale,
-    start_time,
 )
 from p2pkv.errors import ConfigError
+from p2pkv.processes import start_time
 
 MIB = 1 << 20
 DEAD_PID = 2**22 + 1  # above the kernel's largest
@@ -293,11 +293,6 @@ def test_the_switch_for_huge_pages_is_read(tmp_path: Path, text: str, enabled: b
     switch.write_text(text)
     assert huge_pages_enabled(switch) is enabled
     assert huge_pages_enabled(tmp_path / "missing") is False
-
-
-def test_a_dead_process_has_no_start_time() -> None:
-    assert start_time(os.getpid()) == start_time(os.getpid())
-    assert start_time(DEAD_PID) is None
 
 
 CHILD = """

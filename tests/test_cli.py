@@ -28,6 +28,7 @@ from p2pkv.commands.parameters import field_options
 from p2pkv.config import NodeConfig
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.orphans import remove_ownerless
+from p2pkv.processes import start_time
 from p2pkv.records import BucketRecord, Meta, NodeRecord, Versioned, View
 from p2pkv.testing.cluster import Cluster
 from p2pkv.testing.fakecuda import FakeCuda
@@ -285,7 +286,7 @@ def test_a_state_file_without_its_process_is_no_running_cluster() -> None:
 
 
 def test_a_process_id_that_was_given_again_is_not_the_old_process() -> None:
-    started = state.start_time(os.getpid())
+    started = start_time(os.getpid()) or 0
     assert state.Process("n1", os.getpid(), started, "").alive
     assert not state.Process("n1", os.getpid(), started - 1, "").alive
 
@@ -379,7 +380,7 @@ def pids_of(ready: dict[str, Any]) -> dict[str, int]:
 
 
 def gone(pid: int) -> bool:
-    return state.start_time(pid) == 0
+    return start_time(pid) is None
 
 
 @pytest.fixture(scope="module")

@@ -82,3 +82,19 @@ def test_a_file_that_vanished_before_it_was_locked_is_not_taken_for_the_lock(
     with pytest.raises(ConfigError):
         HostLock.acquire("c", "n", tmp_path)
     second.release()
+
+
+def test_what_killed_holders_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+    held = HostLock.acquire("c", "held", tmp_path)
+    killed = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "held\n"
+    killed.kill()
+    killed.communicate()
+    assert (tmp_path / ".p2pkv.c.n.lock").exists()
+    other = HostLock.acquire("d", "other", tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {".p2pkv.c.held.lock", ".p2pkv.d.other.lock"}
+    held.release()
+    other.release()

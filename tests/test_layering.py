@@ -15,7 +15,7 @@ IMPURE |= {"time", "uvloop", "zmq", "grpc", "multiprocessing", "concurrent", "se
 
 LAYERS: list[set[str]] = [
     {"errors", "types", "_version"},
-    {"config", "clock", "buffers", "memory"},
+    {"config", "clock", "buffers", "memory", "processes"},
     {"wire", "ring", "planner", "membership", "handover", "records", "routing", "allocator",
      "eviction", "expiry", "objects", "operations", "arguments", "batches", "scanning",
      "keyed", "large", "checksums", "checking", "outcomes", "parts", "layouts", "tensor_header",

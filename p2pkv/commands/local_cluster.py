@@ -15,6 +15,7 @@ from p2pkv.commands import state
 from p2pkv.commands.output import UNREACHABLE, Failure
 from p2pkv.config import EtcdConfig
 from p2pkv.orphans import dying_with_parent
+from p2pkv.processes import start_time
 
 if TYPE_CHECKING:
     from p2pkv.etcd_server import EtcdCluster, EtcdServer
@@ -204,12 +205,12 @@ class LocalCluster:
 
     def _save(self, ready: bool) -> None:
         processes = [
-            state.Process(n.node_id, n.process.pid, state.start_time(n.process.pid), str(n.log))
+            state.Process(n.node_id, n.process.pid, start_time(n.process.pid) or 0, str(n.log))
             for n in self.nodes
         ]
         server = self.own_etcd
         if server is not None and server.running:
-            processes.append(state.Process("etcd", server.pid, state.start_time(server.pid), ""))
+            processes.append(state.Process("etcd", server.pid, start_time(server.pid) or 0, ""))
         state.write(state.State(self.cluster, os.getpid(), self.endpoints, tuple(processes), ready))
 
 

@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 
 from p2pkv.errors import ConfigError
+from p2pkv.processes import start_time
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -109,13 +110,3 @@ def left_behind(cluster: str) -> list[Process]:
     """Processes that live although the one that ran them was killed."""
     state = read(cluster)
     return [p for p in state.processes if p.alive] if state else []
-
-
-def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if it is not there or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    fields = stat.rpartition(")")[2].split()
-    return 0 if fields[0] == "Z" else int(fields[19])

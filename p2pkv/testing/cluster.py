@@ -82,6 +82,7 @@ class NodeProcess:
         self._prefix = list(prefix)
         self._process: subprocess.Popen[bytes] | None = None
         self._pids: list[int] = []
+        self._log_begins = 0
 
     def start(self, **changes: Any) -> None:
         """Start the process, with other values in its configuration. Does not wait for it."""
@@ -92,6 +93,7 @@ class NodeProcess:
         file.write_text(_toml(self.config))
         command = [sys.executable, "-m", "p2pkv.cli", "node", "--json", f"--config={file}"]
         with self._log.open("ab") as log:
+            self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 [*self._prefix, *command],
                 stdin=subprocess.DEVNULL,
@@ -108,6 +110,19 @@ class NodeProcess:
     def running(self) -> bool:
         """Whether the process lives (also while it is paused)."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def serves(self) -> bool:
+        """Whether it lives and has said that it serves.
+
+        Until then it may pass over SIGINT: a shell starts its background jobs, and what they
+        start, with that ignored, and a node asks for it only after its imports.
+        """
+        if not self.running:
+            return False
+        with self._log.open("rb") as log:
+            log.seek(self._log_begins)
+            return b'{"event":"ready"' in log.read()
 
     @property
     def pid(self) -> int:
@@ -179,7 +194,7 @@ class Cluster:
 
     ``config`` are fields of NodeConfig that differ from FAST. A context manager: it starts the
     nodes and waits until the buckets are spread over them. At its end every node is stopped, and
-    AssertionError is raised if one that ended by itself has left its arena.
+    AssertionError is raised if one that ended in order has left its arena.
     """
 
     def __init__(
@@ -218,8 +233,8 @@ class Cluster:
         return self
 
     def stop(self, check: bool = True) -> None:
-        """Stop everything: running nodes by SIGTERM and without draining, the others by SIGKILL."""
-        ended = [n for n in self if n.running and not n.paused]
+        """Stop everything: serving nodes by SIGINT, without draining, the others by SIGKILL."""
+        ended = [n for n in self if n.serves and not n.paused]
         try:
             for node in ended:
                 node.send(Signals.SIGINT)
