@@ -492,5 +492,5 @@ def test_nothing_stays_allocated_on_either_side(cluster: Cluster, a: Node, b: No
     cluster.settle()
     assert a.content() == b.content()
     assert a.store.stats().allocated == b.store.stats().allocated == 0
-    assert not a.journal._staged
+    assert not a.journal.staged
     assert cluster.now > 100 * S + MS
