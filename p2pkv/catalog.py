@@ -108,6 +108,9 @@ class Catalog:
             version += 1
             item.version = version
             item.state = _COMMITTED
+            if not item.stamp:
+                item.stamp = version
+            bucket.digest += mark(key, item.stamp)
             write_header(view, item)
             bucket.objects[key] = item
             if there is None:
@@ -115,6 +118,7 @@ class Catalog:
                 bucket.value_bytes += item.size
             else:
                 bucket.value_bytes += item.size - there.size
+                bucket.digest -= mark(key, there.stamp)
             if bucket.dirty is not None:
                 bucket.dirty[key] = None
         self._version = version

@@ -15,10 +15,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from p2pkv import clock, wire
-from p2pkv.async_driver import AsyncDriver
 from p2pkv.checksums import checksums_of
 from p2pkv.config import NodeConfig
 from p2pkv.digests import (
@@ -66,12 +65,24 @@ class Copies(NamedTuple):
     """Of a slice."""
 
 
+class Peers(Protocol):
+    """Who carries requests to other nodes, as ``AsyncDriver`` does."""
+
+    async def exchange(self, requests: Sequence[Request], deadline_ns: int) -> Sequence[Any]: ...
+
+
 class Comparing:
     """See the module. Both sides of it: what a primary does, and what its backups answer."""
 
     def __init__(
-        self, config: NodeConfig, journal: Journal, driver: AsyncDriver, random: Random
+        self,
+        config: NodeConfig,
+        journal: Journal,
+        driver: Peers,
+        random: Random,
+        now: Callable[[], int] = clock.monotonic,
     ) -> None:
+        self._now = now
         self._config = config
         self._journal = journal
         self._store = journal.store
@@ -100,7 +111,7 @@ class Comparing:
     @property
     def missing(self) -> int:
         """Copies that members in sync of this node's buckets are known to lack."""
-        self._journal.missing.retain(self._in_step())
+        self._journal.missing.retain(self.in_step())
         return self._journal.missing.total
 
     # -- as primary: when
@@ -110,14 +121,14 @@ class Comparing:
         every = self._config.compare_every_s / (DOUBTS + 1)
         while every:
             await asyncio.sleep(self._random.uniform(0.9 * every, 1.1 * every))
-            await self._tell_dropped()
-            in_step = self._in_step()
+            await self.tell_dropped()
+            in_step = self.in_step()
             self._journal.missing.retain(in_step)
             bucket = self._turns.next(in_step)
             if bucket is not None:
-                await self._compare(BucketId(bucket), in_step[bucket])
+                await self.compare(BucketId(bucket), in_step[bucket])
 
-    def _in_step(self) -> dict[int, tuple[Member, ...]]:
+    def in_step(self) -> dict[int, tuple[Member, ...]]:
         """Our buckets, with the other members in sync."""
         replicas = self._replicas
         found: dict[int, tuple[Member, ...]] = {}
@@ -131,7 +142,7 @@ class Comparing:
 
     # -- comparing
 
-    async def _compare(self, bucket: BucketId, members: Sequence[Member]) -> None:
+    async def compare(self, bucket: BucketId, members: Sequence[Member]) -> None:
         copies = await self._noted(bucket, None, members)
         if copies is None:
             return
@@ -172,7 +183,7 @@ class Comparing:
         """Take the answers of those who have come so far; who has not."""
         body = wire.Compare(bucket, copies.note.position)
         requests = [Request(m, Kind.COMPARE, body) for m in members]
-        replies = await self._driver.exchange(requests, clock.monotonic() + ANSWER_TIMEOUT_NS)
+        replies = await self._driver.exchange(requests, self._now() + ANSWER_TIMEOUT_NS)
         later: list[Member] = []
         for member, reply in zip(members, replies, strict=True):
             if not isinstance(reply, Reply) or reply.kind != Kind.COMPARED:
@@ -200,7 +211,9 @@ class Comparing:
                 found = difference(copies.note, copies.stamps[member])
                 missing[member] += len(found.missing)
                 self._report(bucket, member, found)
-                await self._mend_extra(bucket, member, found.extra, copies.stamps[member])
+            for member in members:
+                extra = difference(copies.note, copies.stamps[member]).extra
+                await self._mend_extra(bucket, member, extra, copies.stamps[member])
             wanted = {
                 hash_
                 for member in members
@@ -230,7 +243,7 @@ class Comparing:
         answers = copies.answers.values()
         room = min(answer.room for answer in answers)
         largest = min(answer.largest for answer in answers)
-        now, sent, total = clock.monotonic(), 0, 0
+        now, sent, total = self._now(), 0, 0
         for key, item in list(self._store.index[bucket].items()):
             if key_hash(key) not in hashes or item.extent_bytes > min(room, largest):
                 continue
@@ -268,7 +281,7 @@ class Comparing:
         if not expected or checksums_of([memoryview(value)]) != [expected]:
             return
         [item] = self._store.allocate_batch(
-            [bucket], [entry.key], [entry.size], options_of(entry), clock.monotonic(), decided=True
+            [bucket], [entry.key], [entry.size], options_of(entry), self._now(), decided=True
         )
         if isinstance(item, Object):
             item.checksum = expected
@@ -279,7 +292,7 @@ class Comparing:
         self, bucket: int, member: Member, hashes: Sequence[int], values: bool
     ) -> tuple[list[wire.Entry], bytes]:
         request = Request(member, Kind.FETCH, wire.Fetch(bucket, list(hashes), values))
-        deadline = clock.monotonic() + ANSWER_TIMEOUT_NS
+        deadline = self._now() + ANSWER_TIMEOUT_NS
         [reply] = await self._driver.exchange((request,), deadline)
         if not isinstance(reply, Reply) or reply.kind != Kind.FETCHED:
             return [], b""
@@ -287,7 +300,7 @@ class Comparing:
 
     # -- as backup
 
-    async def _tell_dropped(self) -> None:
+    async def tell_dropped(self) -> None:
         """Tell each primary what this node gave up. Comparing finds what gets lost of this."""
         dropped, self._journal.dropped = self._journal.dropped, {}
         told: dict[Member, dict[int, int]] = {}
@@ -297,11 +310,11 @@ class Comparing:
                 told.setdefault(replica.record.primary, {})[bucket] = count
         requests = [Request(m, Kind.DROPPED, wire.Dropped(d)) for m, d in told.items()]
         if requests:
-            await self._driver.exchange(requests, clock.monotonic() + ANSWER_TIMEOUT_NS)
+            await self._driver.exchange(requests, self._now() + ANSWER_TIMEOUT_NS)
 
     def _on_dropped(self, session: Session, body: wire.Dropped, frames: Any, now: int) -> Response:
         member = _member_of(session)
-        in_step = self._in_step()
+        in_step = self.in_step()
         for bucket, count in body.copies.items():
             if member in in_step.get(bucket, ()):
                 self._journal.missing.add(bucket, member, count)
