@@ -363,8 +363,13 @@ class Journal:
                 continue
             if not self.replicas.by_bucket[bucket].writable:
                 self._evicted.append((bucket, key))
-            elif (bucket, key) not in self.staged and key not in self.store.index[bucket]:
+            elif key not in self.store.index[bucket] and not self._comes(bucket, key):
                 self.submit(bucket, Op(_EVICT, key), None, None, 0, _OK)
+
+    def _comes(self, bucket: int, key: bytes) -> bool:
+        """Whether something is under way of the key, other than what was here being sent again."""
+        entry = self.staged.get((bucket, key))
+        return entry is not None and (bucket, entry.seq) not in self._resent
 
     # -- comparing and mending copies
 

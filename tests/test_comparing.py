@@ -291,11 +291,11 @@ def test_copies_that_are_given_up_are_counted_at_the_primary(tight: Compared) ->
 def test_copies_are_made_again_when_there_is_room(tight: Compared) -> None:
     a = tight[A]
     test_copies_that_are_given_up_are_counted_at_the_primary(tight)
-    a.delete(*KEYS[25:])
+    a.delete(*KEYS[12:])
     tight.settle()
     side = tight.compare(rounds=6)
     assert side.missing == 0
-    assert side.resent_total > 5
+    assert side.resent_total > 0
     assert same(tight, A, B)
 
 
@@ -304,10 +304,10 @@ def test_a_put_that_the_copy_had_no_room_for_has_one_copy(tight: Compared) -> No
     put = a.put(K, value=b"v" * 3000)
     tight.replicate()
     assert put.copies == [2]
-    large = a.put(L, value=b"v" * (60 * KIB))
+    large = a.put(L, value=b"v" * (100 * KIB))
     tight.replicate()
-    assert large.copies in ([], [1])
-    demanding = a.put(M, value=b"v" * (60 * KIB), min_replicas=2)
+    assert large.copies in ([], [1]), "empty: one each"
+    demanding = a.put(M, value=b"v" * (100 * KIB), min_replicas=2)
     tight.replicate()
     assert demanding.statuses == [wire.Status.NOT_ENOUGH_REPLICAS]
 
