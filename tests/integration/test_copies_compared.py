@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from flipping import damage
 from support import figure
@@ -10,6 +11,8 @@ from support import figure
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing.cluster import Cluster
 from p2pkv.testing.observer import lacking
+
+COMPARED: dict[str, Any] = {"replication_factor": 2, "compare_every_s": 0.1}
 
 
 def test_a_value_that_flipped_in_a_primary_s_memory_comes_back_from_its_copy(
