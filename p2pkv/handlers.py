@@ -101,7 +101,7 @@ class Handlers:
         self.answer_also(extra)
 
     def answer_also(
-        self, extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response]]
+        self, extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response | Deferred]]
     ) -> None:
         """Let others answer these kinds of requests."""
         for kind, handler in extra.items():
