@@ -11,6 +11,7 @@ from typing import Final
 
 from p2pkv._native.index import Writer
 from p2pkv.arena import Arena
+from p2pkv.digests import mark
 from p2pkv.errors import ConfigError
 from p2pkv.eviction import LRU, EvictionPolicy
 from p2pkv.expiry import ExpiryHeap
@@ -34,7 +35,7 @@ EXPIRE_STEP: Final = 256
 # Members of enumerations are looked up through a descriptor, which hot loops would feel.
 _COMMITTED = State.COMMITTED
 _SOFT, _HARD = Pin.SOFT, Pin.HARD
-_EVICTED, _EXPIRED = Reason.EVICTED, Reason.EXPIRED
+_EVICTED, _EXPIRED, _CORRUPT = Reason.EVICTED, Reason.EXPIRED, Reason.CORRUPT
 _OK, _MISS = Status.OK, Status.MISS
 
 
@@ -74,8 +75,8 @@ class Catalog:
         self.evictable_bytes = 0
         self.hard_pinned = 0
         self.hard_pinned_bytes = 0
-        self.on_evicted: Callable[[Collection[Object]], object] | None = None
-        """Told of objects that are given up for want of room."""
+        self.on_lost: Callable[[Collection[Object], Reason], object] | None = None
+        """Told of objects that nobody wanted to go: evicted, or corrupt."""
         self._version = 0
 
     # -- coming and going
@@ -84,6 +85,8 @@ class Catalog:
         """Commits an allocated object. One of the same key must have left the figures before."""
         self._version = item.version = self._version + 1
         item.state = _COMMITTED
+        if not item.stamp:  # nobody else has to know it by its place in a log
+            item.stamp = item.version
         write_header(self.arena.view, item)
         bucket.objects[item.key] = item
         bucket.value_bytes += item.size
@@ -94,6 +97,8 @@ class Catalog:
             self.evictable_bytes += item.extent_bytes
         if item.options.ttl_ms:
             self.expiry.set(item, now + item.options.ttl_ms * MILLISECOND_NS)
+        else:
+            bucket.digest += mark(item.key, item.stamp)
 
     def _show_plain(self, items: Sequence[Object], before: Sequence[Object | None]) -> None:
         """As ``_show`` for objects without options, and ``_leave`` for those in their places."""
@@ -103,6 +108,9 @@ class Catalog:
             version += 1
             item.version = version
             item.state = _COMMITTED
+            if not item.stamp:
+                item.stamp = version
+            bucket.digest += mark(key, item.stamp)
             write_header(view, item)
             bucket.objects[key] = item
             if there is None:
@@ -110,6 +118,7 @@ class Catalog:
                 bucket.value_bytes += item.size
             else:
                 bucket.value_bytes += item.size - there.size
+                bucket.digest -= mark(key, there.stamp)
             if bucket.dirty is not None:
                 bucket.dirty[key] = None
         self._version = version
@@ -125,8 +134,8 @@ class Catalog:
         if self.published is not None and items:
             self.published.withdraw(items)
         self.counters.lost[reason] += len(items)
-        if reason is _EVICTED and self.on_evicted is not None:
-            self.on_evicted(items)
+        if (reason is _EVICTED or reason is _CORRUPT) and self.on_lost is not None:
+            self.on_lost(items, reason)
         self.counters.lost_bytes[reason] += sum([item.size for item in items])
         return self.extents.give_back(items)
 
@@ -152,6 +161,26 @@ class Catalog:
             self.evictable_bytes -= item.extent_bytes
         if item.expires_at:
             self.expiry.set(item, 0)
+        else:
+            bucket.digest -= mark(item.key, item.stamp)
+
+    def _set_expiry(self, item: Object, expires_at: int) -> None:
+        """When a committed object expires; 0: never. What expires is in no digest."""
+        bucket = self.buckets[item.bucket]
+        bucket.digest -= 0 if item.expires_at else mark(item.key, item.stamp)
+        self.expiry.set(item, expires_at)
+        bucket.digest += 0 if item.expires_at else mark(item.key, item.stamp)
+        self._note_change(item)
+
+    def restamp(self, item: Object, stamp: int) -> None:
+        """A committed object was written again as it is; one that has left is left alone."""
+        if item.state is _COMMITTED:
+            if not item.expires_at:
+                self.buckets[item.bucket].digest += mark(item.key, stamp) - mark(
+                    item.key, item.stamp
+                )
+            item.stamp = stamp
+            self._note_change(item)
 
     def expire_due(self, now: int, limit: int) -> int:
         """Removes expired objects, looking at no more than ``limit``; answers how many."""

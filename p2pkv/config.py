@@ -257,6 +257,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A copy that acknowledges nothing for so long is taken out of the set that must."""
     rebuild_delay_s: Positive = 10.0
     """So long after a node was lost its copies are made anew elsewhere, if it is not back."""
+    compare_every_s: Annotated[float, Limit(ge=0, lt=1e6)] = 1.0
+    """Each time one of this node's buckets is compared with its copies, and mended where they
+    differ; up to three more that are in doubt. 0: none ever."""
 
     # -- trouble with etcd (design, section 6.4)
     fence_after_s: Positive = 10.0

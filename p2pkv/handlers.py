@@ -98,6 +98,12 @@ class Handlers:
             Kind.CHECK: self._check,
             Kind.PING: lambda *_: (Kind.PONG, wire.Empty(), ()),
         }
+        self.answer_also(extra)
+
+    def answer_also(
+        self, extra: Mapping[Kind, Callable[[Session, Any, Frames, int], Response | Deferred]]
+    ) -> None:
+        """Let others answer these kinds of requests."""
         for kind, handler in extra.items():
             self._kinds[kind] = handler
 
@@ -1042,7 +1048,7 @@ class Arriving:
         handlers.journal.give_up_unstaged(self._body.prepares, values)
         acks = handlers.replicas.take_prepares(member, self._body.prepares, values, now)
         handlers.store.release_batch(self._items)
-        return Kind.REPLICATED, wire.Replicated(acks), ()
+        return Kind.REPLICATED, wire.Replicated(handlers.journal.tell_no_room(acks)), ()
 
     def abort(self) -> None:
         """They will not come."""

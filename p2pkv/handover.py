@@ -143,7 +143,7 @@ class Outgoing:
             if size > room:
                 break
             room -= size
-            entries.append(_entry(key, item, now))
+            entries.append(entry_of(key, item, now))
             if item is not None and entries[-1].size >= 0:
                 values.append(self._store.value(item))
             self._clean(key)
@@ -160,7 +160,7 @@ class Outgoing:
                 length = min(self._piece_bytes, item.size - start)
                 view = self._store.value(item)[start : start + length]
                 there = item if item.state is State.COMMITTED else None
-                whole = _entry(item.key, there, clock())
+                whole = entry_of(item.key, there, clock())
                 if whole.size < 0:  # it has left meanwhile
                     yield from self._piece([whole], b"", clock, True, False)
                     return
@@ -210,7 +210,8 @@ class Outgoing:
         self.dropped += ack.dropped
 
 
-def _entry(key: bytes, item: Object | None, now: int) -> Entry:
+def entry_of(key: bytes, item: Object | None, now: int) -> Entry:
+    """An object as it is sent; None or expired: that it is gone."""
     if item is None or 0 < item.expires_at <= now:
         return Entry(key, -1)
     ttl = max(1, (item.expires_at - now) // MILLISECOND_NS) if item.expires_at else 0
@@ -219,7 +220,7 @@ def _entry(key: bytes, item: Object | None, now: int) -> Entry:
         | _SOFT * (item.pin is Pin.SOFT)
         | _HARD * (item.pin is Pin.HARD)
     )
-    return Entry(key, item.size, ttl, flags, item.checksum or 0)
+    return Entry(key, item.size, ttl, flags, item.checksum or 0, stamp=item.stamp)
 
 
 class Incoming:
@@ -271,16 +272,21 @@ class Incoming:
         bucket = self.bucket
         gone = [e.key for e in entries]
         self._store.delete_batch([bucket] * len(gone), gone, now)
-        groups: dict[PutOptions, tuple[list[bytes], list[memoryview], list[int | None]]] = {}
+        groups: dict[PutOptions, tuple[list[Entry], list[memoryview]]] = {}
         for entry, value in zip(entries, values, strict=True):
             if entry.size >= 0:
-                group = groups.setdefault(_options(entry), ([], [], []))
-                group[0].append(entry.key)
+                group = groups.setdefault(options_of(entry), ([], []))
+                group[0].append(entry)
                 group[1].append(value)
-                group[2].append(entry.checksum or None)
-        for options, (keys, group_values, checksums) in groups.items():
+        for options, (new, new_values) in groups.items():
             statuses = self._store.put_batch(
-                [bucket] * len(keys), keys, group_values, options, now, checksums=checksums
+                [bucket] * len(new),
+                [e.key for e in new],
+                new_values,
+                options,
+                now,
+                checksums=[e.checksum or None for e in new],
+                stamps=[e.stamp for e in new],
             )
             self.dropped += sum(1 for s in statuses if s)
 
@@ -290,9 +296,10 @@ class Incoming:
             self.give_up_large()
             self._store.delete_batch([self.bucket], [entry.key], now)
             made = self._store.allocate_batch(
-                [self.bucket], [entry.key], [entry.size], _options(entry), now
+                [self.bucket], [entry.key], [entry.size], options_of(entry), now
             )[0]
             if isinstance(made, Object):
+                made.stamp = entry.stamp
                 self._large, self._filled = made, 0
             else:
                 self.dropped += 1
@@ -325,7 +332,8 @@ def _is_whole(entries: Sequence[Entry], values: Sequence[memoryview]) -> bool:
     return checksums_of([v for _, v in summed]) == [e.checksum for e, _ in summed]
 
 
-def _options(entry: Entry) -> PutOptions:
+def options_of(entry: Entry) -> PutOptions:
+    """As ``entry_of`` has put them down."""
     return PutOptions(
         write_once=bool(entry.flags & _WRITE_ONCE),
         soft_pin=bool(entry.flags & _SOFT),

@@ -14,14 +14,27 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+import msgspec
+
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
-from p2pkv.objects import Object, Pin, State
+from p2pkv.digests import MissingCopies, Notes, Slice, key_hash, stamp_of, take_note
+from p2pkv.objects import Object, Pin, Reason, State
 from p2pkv.replicas import Committed, Replicas
-from p2pkv.replicated import HARD_PIN, LOG_ENTRIES_MAX, SOFT_PIN, WRITE_ONCE, Op, OpKind, Prepare
+from p2pkv.replicated import (
+    HARD_PIN,
+    LOG_ENTRIES_MAX,
+    NO_ROOM,
+    SOFT_PIN,
+    WRITE_ONCE,
+    Op,
+    OpKind,
+    Prepare,
+    PrepareAck,
+)
 from p2pkv.replication import Entry, Replica
 from p2pkv.sessions import Deferred, Sessions
 from p2pkv.store import Store
-from p2pkv.types import BucketId
+from p2pkv.types import BucketId, Member
 from p2pkv.wire import PutOptions, Status
 
 IN_FLIGHT_MAX = LOG_ENTRIES_MAX // 2
@@ -29,8 +42,10 @@ IN_FLIGHT_MAX = LOG_ENTRIES_MAX // 2
 LAPSED_KEPT_NS = 2 * SECOND_NS
 """So long what has expired stays, seen by nobody, on a node that has copies: the primary may have
 prolonged its time to live just before, and the word of it is on its way."""
+CORRUPT_MAX = 4096
+"""Objects that were corrupt here and that another copy may still give back."""
 
-_PUT, _DELETE, _EVICT, _EXPIRE, _DELETE_RANGE, _PIN, _UNPIN = OpKind
+_PUT, _DELETE, _EVICT, _EXPIRE, _DELETE_RANGE, _PIN, _UNPIN, _COMPARE = OpKind
 _OK, _MISS, _EXISTS = Status.OK, Status.MISS, Status.EXISTS
 _GONE = frozenset({int(_DELETE), int(_EVICT), int(_DELETE_RANGE)})
 
@@ -97,24 +112,39 @@ class Journal:
         self.store = store
         self.sessions = sessions
         self._clock = clock
-        self._staged: dict[tuple[int, bytes], Entry] = {}
+        self.staged: dict[tuple[int, bytes], Entry] = {}
         """By bucket and key the last operation that is not committed."""
         self._evicted: list[tuple[int, bytes]] = []
         self.copies_dropped = 0
-        """Copies for which there was no room, or that were evicted here, as a backup."""
-        store.on_evicted = self._note_evicted
+        """Copies for which there was no room, or that were evicted or corrupt here, as a backup."""
+        self.dropped: dict[int, int] = {}
+        """By bucket how many of them its primary has not been told of."""
+        self.missing = MissingCopies()
+        """What others lack of the buckets that are ours."""
+        self.corrupt: dict[tuple[int, int], tuple[int, int]] = {}
+        """By bucket and key hash the stamp and checksum of what was corrupt here, as primary."""
+        self.notes = Notes()
+        self.doubt: Callable[[int], object] = lambda bucket: None
+        """Called when copies of a bucket that is ours may differ."""
+        self._resent: dict[tuple[int, int], Object] = {}
+        """By bucket and number the objects that are written again as they are; held by tokens."""
+        self._short: dict[tuple[int, int], set[Member]] = {}
+        """By bucket and number who had no room for a value that is not committed."""
+        self._no_room: dict[int, int] = {}
+        """By bucket the last operation for which this node had no room, as a backup."""
+        store.on_lost = self._note_lost
 
     # -- what is there, as the next operation will find it
 
     def _existing(self, bucket: int, key: bytes, now: int) -> Object | Entry | None:
-        entry = self._staged.get((bucket, key))
+        entry = self.staged.get((bucket, key))
         if entry is not None:
             return None if entry.op.kind in _GONE else entry
         return self.store.find(bucket, key, now)
 
     # -- writing
 
-    def _log_of(self, bucket: int, required: int) -> Replica | Status:
+    def log_of(self, bucket: int, required: int) -> Replica | Status:
         """The bucket's replica if it takes another write, else why not."""
         replica = self.replicas.by_bucket[bucket]
         if not replica.writable or replica.copies < required:
@@ -122,10 +152,15 @@ class Journal:
         return Status.STALLED if len(replica.log) >= IN_FLIGHT_MAX else replica
 
     def copies_of(self, bucket: int) -> int:
-        """How many members in sync have what is committed."""
-        return self.replicas.by_bucket[bucket].copies if bucket in self.replicas.shared else 1
+        """How many members in sync have what is committed; who lacks some of it may lack any."""
+        if bucket not in self.replicas.shared:
+            return 1
+        replica = self.replicas.by_bucket[bucket]
+        assert replica.record is not None
+        lacking = set(replica.record.in_sync).intersection(self.missing.members(bucket))
+        return max(1, replica.copies - len(lacking))
 
-    def _submit(
+    def submit(
         self, bucket: int, op: Op, staged: Any, outcome: Outcome | None, at: int, status: int
     ) -> Entry:
         tickets: list[Ticket] = []
@@ -134,7 +169,7 @@ class Journal:
             tickets.append((outcome, at, status))
         self.wake()
         entry = self.replicas.submit(bucket, op, staged, tickets)
-        self._staged[bucket, op.key] = entry
+        self.staged[bucket, op.key] = entry
         return entry
 
     def _wait_for(self, entry: Entry, outcome: Outcome, at: int, status: int) -> None:
@@ -159,7 +194,7 @@ class Journal:
 
     def _put(self, item: Object, outcome: Outcome, at: int, now: int) -> None:
         options = item.options
-        replica = self._log_of(item.bucket, max(1, options.min_replicas))
+        replica = self.log_of(item.bucket, max(1, options.min_replicas))
         if item.state is not State.ALLOCATED:
             outcome.set(at, Status.CONFLICT)
             return
@@ -174,9 +209,9 @@ class Journal:
             if isinstance(there, Entry):
                 self._wait_for(there, outcome, at, status)
             else:
-                outcome.set(at, status, 0 if status else replica.copies)
+                outcome.set(at, status, 0 if status else self.copies_of(item.bucket))
             return
-        self._submit(item.bucket, _put_op(item), item, outcome, at, _OK)
+        self.submit(item.bucket, _put_op(item), item, outcome, at, _OK)
 
     def delete(
         self,
@@ -189,7 +224,7 @@ class Journal:
         def delete(bucket: int, key: bytes, i: int) -> None:
             there = self._existing(bucket, key, now) is not None
             # Also of what is not here: another copy may have kept what this one has evicted.
-            self._submit(bucket, Op(_DELETE, key), None, outcome, i, _OK if there else _MISS)
+            self.submit(bucket, Op(_DELETE, key), None, outcome, i, _OK if there else _MISS)
 
         self._each(
             buckets, keys, at, outcome, delete, lambda b, k: self.store.delete_batch(b, k, now)
@@ -211,7 +246,7 @@ class Journal:
             else:  # its mark is what the next write has to know of the key
                 flags = WRITE_ONCE * _is_write_once(there)
                 op = Op(_EXPIRE, key, ttl_ms=ttl_ms, flags=flags)
-                self._submit(bucket, op, None, outcome, i, _OK)
+                self.submit(bucket, op, None, outcome, i, _OK)
 
         ttl_ns = ttl_ms * MILLISECOND_NS
         self._each(
@@ -221,7 +256,7 @@ class Journal:
 
     def _told_later(self, bucket: int, key: bytes, outcome: Outcome, at: int, status: int) -> None:
         """An outcome that rests on what may not be committed yet."""
-        entry = self._staged.get((bucket, key))
+        entry = self.staged.get((bucket, key))
         if entry is None:
             outcome.set(at, status)
         else:
@@ -243,7 +278,7 @@ class Journal:
             if bucket not in shared:
                 alone.append(i)
                 continue
-            replica = self._log_of(bucket, 1)
+            replica = self.log_of(bucket, 1)
             if isinstance(replica, Replica):
                 log(bucket, key, at[i])
             else:
@@ -261,15 +296,15 @@ class Journal:
         """
         if bucket not in self.replicas.shared:
             return *self.store.delete_range(bucket, prefix, limit, now), _OK
-        replica = self._log_of(bucket, 1)
+        replica = self.log_of(bucket, 1)
         if not isinstance(replica, Replica):
             return 0, False, replica
         keys = self._keys_with(replica, prefix, now)
         chosen, more = keys[:limit], len(keys) > limit
         last = chosen[-1] if more else b""
         op = Op(_DELETE_RANGE, prefix, extra=last)
-        entry = self._submit(bucket, op, None, outcome, 0, _OK)
-        self._staged.update(((bucket, key), entry) for key in chosen)
+        entry = self.submit(bucket, op, None, outcome, 0, _OK)
+        self.staged.update(((bucket, key), entry) for key in chosen)
         return len(chosen), more, _OK
 
     def _keys_with(self, replica: Replica, prefix: bytes, now: int) -> list[bytes]:
@@ -289,35 +324,119 @@ class Journal:
         """Tell the copies of a pin that was made here; ``ttl_ms`` 0: that was undone."""
         if bucket not in self.replicas.shared:
             return
-        if isinstance(self._log_of(bucket, 1), Replica):
+        if isinstance(self.log_of(bucket, 1), Replica):
             kind = _PIN if ttl_ms else _UNPIN
             op = Op(kind, key, ttl_ms=ttl_ms, extra=owner)
             outcome.expect()
             self.replicas.submit(bucket, op, _DONE, [(outcome, at, _OK)])
             self.wake()
 
-    # -- evictions
+    # -- evictions, and what is corrupt
 
-    def _note_evicted(self, items: Iterable[Object]) -> None:
+    def _note_lost(self, items: Iterable[Object], reason: Reason) -> None:
         replicas = self.replicas
         for item in items:
-            if item.bucket in replicas.shared:
+            if item.bucket not in replicas.shared:
+                if item.bucket not in replicas.served:
+                    self._note_dropped(item.bucket)
+            elif reason is Reason.CORRUPT:
+                self._note_corrupt(item)
+            else:
                 self._evicted.append((item.bucket, item.key))
-            elif item.bucket not in replicas.served:
-                self.copies_dropped += 1
+
+    def _note_dropped(self, bucket: int) -> None:
+        self.copies_dropped += 1
+        self.dropped[bucket] = self.dropped.get(bucket, 0) + 1
+
+    def _note_corrupt(self, item: Object) -> None:
+        """The others have it still, and should have kept it; see ``comparing``."""
+        if len(self.corrupt) >= CORRUPT_MAX:
+            del self.corrupt[next(iter(self.corrupt))]
+        self.corrupt[item.bucket, key_hash(item.key)] = item.stamp, item.checksum or 0
+        self.doubt(item.bucket)
 
     def tell_evictions(self) -> None:
         """What the primary gave up, the copies need not keep. Nobody waits for it."""
         evicted, self._evicted = self._evicted, []
         for bucket, key in evicted:
-            replica = self.replicas.by_bucket[bucket]
-            if (
-                bucket in self.replicas.shared
-                and replica.writable
-                and (bucket, key) not in self._staged
-                and key not in self.store.index[bucket]
-            ):
-                self._submit(bucket, Op(_EVICT, key), None, None, 0, _OK)
+            if bucket not in self.replicas.shared:
+                continue
+            if not self.replicas.by_bucket[bucket].writable:
+                self._evicted.append((bucket, key))
+            elif key not in self.store.index[bucket] and not self._comes(bucket, key):
+                self.submit(bucket, Op(_EVICT, key), None, None, 0, _OK)
+
+    def _comes(self, bucket: int, key: bytes) -> bool:
+        """Whether something is under way of the key, other than what was here being sent again."""
+        entry = self.staged.get((bucket, key))
+        return entry is not None and (bucket, entry.seq) not in self._resent
+
+    # -- comparing and mending copies
+
+    def compare(self, bucket: int, part: Slice | None, outcome: Outcome) -> None:
+        """Let each copy note what it holds at this point of the log (``notes``)."""
+        replica = self.log_of(bucket, 1)
+        if not isinstance(replica, Replica):
+            outcome.set(0, replica)
+            return
+        outcome.expect()
+        op = Op(int(_COMPARE), b"", extra=part.encode() if part else b"")
+        self.replicas.submit(bucket, op, None, [(outcome, 0, _OK)])
+        self.wake()
+
+    def _take_note(self, bucket: int, entry: Entry) -> None:
+        opened = self.store.buckets.get(bucket)
+        if opened is not None:
+            ahead = [k for b, k in self._evicted if b == bucket]
+            ahead += [k for (b, k), e in self.staged.items() if b == bucket and e.seq > entry.seq]
+            position = stamp_of(entry.origin, entry.seq)
+            part = Slice.decode(entry.op.extra)
+            self.notes.add(bucket, take_note(opened, position, part, ahead))
+
+    def settled(self, bucket: int, key: bytes) -> Replica | None:
+        """The bucket's replica, if nothing is under way of this key and the bucket is writable."""
+        replica = self.log_of(bucket, 1) if bucket in self.replicas.shared else None
+        if not isinstance(replica, Replica) or (bucket, key) in self.staged:
+            return None
+        return replica
+
+    def resend(self, item: Object, now: int) -> bool:
+        """Write a committed object again as it is, for those who lack it. False: not now."""
+        if self.settled(item.bucket, item.key) is None or item.state is not State.COMMITTED:
+            return False
+        ttl_ns = item.expires_at - now
+        op = _put_op(item)
+        if item.expires_at:
+            if ttl_ns <= 0:
+                return False
+            op = msgspec.structs.replace(op, ttl_ms=-(-ttl_ns // MILLISECOND_NS))
+        self.store.acquire(item)
+        entry = self.submit(item.bucket, op, item, None, 0, _OK)
+        self._resent[item.bucket, entry.seq] = item
+        return True
+
+    def restore(self, item: Object) -> bool:
+        """Put back what was corrupt here: an allocated object, with its bytes. False: not now,
+        and it is taken back."""
+        replica = self.settled(item.bucket, item.key)
+        if replica is None or item.key in self.store.index[item.bucket]:
+            self.store.abort_batch([item])
+            return False
+        self.submit(item.bucket, _put_op(item), item, None, 0, _OK)
+        return True
+
+    def give_up(self, bucket: int, key: bytes) -> bool:
+        """Let the copies give up what is not here. False: not now."""
+        if self.settled(bucket, key) is None or key in self.store.index[bucket]:
+            return False
+        self.submit(bucket, Op(int(_EVICT), key), None, None, 0, _OK)
+        return True
+
+    def _take_resent(self, bucket: int, entry: Entry) -> Object | None:
+        item = self._resent.pop((bucket, entry.seq), None)
+        if item is not None:
+            self.store.release(item)
+        return item
 
     # -- Objects: what the replicas want done
 
@@ -326,7 +445,13 @@ class Journal:
         for bucket, entries, _ in committed:
             for entry in entries:
                 if entry.op.kind == _PUT:
-                    puts.append(entry.staged)
+                    stamp = stamp_of(entry.origin, entry.seq)
+                    resent = self._take_resent(bucket, entry) if self._resent else None
+                    if resent is not None:
+                        self.store.restamp(resent, stamp)
+                    else:
+                        entry.staged.stamp = stamp
+                        puts.append(entry.staged)
                 else:  # what came before it in its bucket must be there
                     self._commit(puts, now)
                     puts = []
@@ -337,9 +462,16 @@ class Journal:
             short = 0 < copies < self.replicas.by_bucket[bucket].min_in_sync
             for entry in entries:
                 self._unstage(bucket, entry)
+                real = self._real_copies(bucket, entry, copies) if self._short else copies
                 for outcome, at, status in entry.ticket or ():
                     told = Status.NOT_ENOUGH_REPLICAS if short and not status else status
-                    outcome.arrive(at, told, copies)
+                    outcome.arrive(at, told, real)
+
+    def _real_copies(self, bucket: BucketId, entry: Entry, copies: int) -> int:
+        """How many of the copies there are, as some members may have had no room."""
+        short = self._short.pop((bucket, entry.seq), set())
+        record = self.replicas.by_bucket[bucket].record
+        return copies - len(short.intersection(record.in_sync if record else ()))
 
     def _commit(self, items: list[Object], now: int) -> None:
         if items:
@@ -355,6 +487,8 @@ class Journal:
             self._apply_expiry(bucket, op, now)
         elif op.kind == _DELETE_RANGE:
             store.delete_until(bucket, op.key, op.extra, now)
+        elif op.kind == _COMPARE:
+            self._take_note(bucket, entry)
         elif entry.staged is not _DONE:
             self._apply_pin(bucket, op, now)
 
@@ -380,7 +514,7 @@ class Journal:
             self.store.set_pin(item, Pin.NONE)
 
     def _unstage(self, bucket: int, entry: Entry) -> None:
-        staged = self._staged
+        staged = self.staged
         if staged.get((bucket, entry.op.key)) is entry:
             del staged[bucket, entry.op.key]
         if entry.op.kind == _DELETE_RANGE and entry.ticket is not None:
@@ -389,7 +523,8 @@ class Journal:
 
     def discard(self, bucket: BucketId, entry: Entry) -> None:
         self.abandon(bucket, entry)
-        if isinstance(entry.staged, Object):
+        self._short.pop((bucket, entry.seq), None)
+        if self._take_resent(bucket, entry) is None and isinstance(entry.staged, Object):
             self.store.abort_batch([entry.staged])
 
     def abandon(self, bucket: BucketId, entry: Entry) -> None:
@@ -439,8 +574,29 @@ class Journal:
         for prepare, values in zip(prepares, staged, strict=True):
             for i, (op, item) in enumerate(zip(prepare.ops, values, strict=True)):
                 if op.kind == _PUT and item is None:
-                    prepare.ops[i] = Op(int(_EVICT), op.key)
-                    self.copies_dropped += 1
+                    prepare.ops[i] = Op(int(_EVICT), op.key, flags=NO_ROOM)
+                    self._no_room[prepare.bucket] = prepare.first + i
+                    self._note_dropped(prepare.bucket)
+
+    def tell_no_room(self, acks: list[PrepareAck]) -> list[PrepareAck]:
+        """Acknowledgements that say of which operations there is no copy here."""
+        return [self._with_dropped(ack) if ack.bucket in self._no_room else ack for ack in acks]
+
+    def _with_dropped(self, ack: PrepareAck) -> PrepareAck:
+        replica = self.replicas.by_bucket[ack.bucket]
+        if self._no_room[ack.bucket] <= replica.applied:
+            del self._no_room[ack.bucket]
+            return ack
+        dropped = [seq for seq, entry in replica.log.items() if entry.op.flags & NO_ROOM]
+        return msgspec.structs.replace(ack, dropped=dropped)
+
+    def take_no_room(self, sender: Member, acks: Sequence[PrepareAck]) -> None:
+        """Note who has no copy, before the acknowledgements count."""
+        for ack in acks:
+            for seq in ack.dropped:
+                replica = self.replicas.get(ack.bucket)
+                if replica is not None and ack.epoch == replica.tenure and seq in replica.log:
+                    self._short.setdefault((ack.bucket, seq), set()).add(sender)
 
 
 _DONE: Any = object()

@@ -27,6 +27,7 @@ from p2pkv.async_driver import AsyncDriver
 from p2pkv.authority import Authority, EtcdAuthority
 from p2pkv.buffers import Lending, Run
 from p2pkv.checksums import ARRIVING
+from p2pkv.comparing import Comparing
 from p2pkv.config import ClientConfig, NodeConfig
 from p2pkv.data_server import DataServer
 from p2pkv.data_server import Filling as FillingLike
@@ -360,6 +361,8 @@ class Node:
             self._authority_of(), self._random,
         )  # fmt: skip
         journal.wake = self._replicator.wake
+        self._comparing = Comparing(config, journal, self._driver, self._random)
+        self._handlers.answer_also(self._comparing.handlers)
         self._load = Load(store, self._data, self._driver)
         self._planner = Planner(PlannerLimits(rebuild_delay_s=config.rebuild_delay_s))
         self._plan_wanted = asyncio.Event()
@@ -380,7 +383,7 @@ class Node:
         async with asyncio.TaskGroup() as group:
             jobs: list[Callable[[], Coroutine[Any, Any, None]]] = [
                 self._follow, self._beat, self._keep_house, self._plan, self._affirm,
-                self._replicator.run, self._scrub.run, self._tell_draining,
+                self._replicator.run, self._comparing.run, self._scrub.run, self._tell_draining,
                 self.liveness.run,
             ]  # fmt: skip
             tasks = [group.create_task(job(), name=job.__qualname__) for job in jobs]

@@ -70,7 +70,8 @@ class Object(msgspec.Struct, eq=False, gc=False):
     """Bytes of the arena that it takes: ``extent_bytes(size)``."""
     options: PutOptions
     pin: Pin = Pin.NONE
-    op_id: int = 0
+    stamp: int = 0
+    """Names the write that made it, the same on all copies (``digests``); 0: not visible yet."""
     state: State = State.ALLOCATED
     version: int = 0
     """Rises with each commit on this node; 0 before."""
@@ -107,12 +108,14 @@ def extents_bytes(sizes: Iterable[int]) -> list[int]:
 class Bucket:
     """The committed objects of one bucket."""
 
-    __slots__ = ("dirty", "id", "objects", "sorted_keys", "value_bytes")
+    __slots__ = ("digest", "dirty", "id", "objects", "sorted_keys", "value_bytes")
 
     def __init__(self, bucket: BucketId) -> None:
         self.id = bucket
         self.objects: dict[bytes, Object] = {}
         self.value_bytes = 0
+        self.digest = 0
+        """The sum of ``digests.mark`` of all objects that do not expire."""
         self.dirty: dict[bytes, None] | None = None
         """While not None: the keys whose object changed, in order of the first change."""
         self.sorted_keys: list[bytes] | None = None

@@ -35,22 +35,26 @@ class OpKind(IntEnum):
     PIN = 5
     """``extra`` (a client) pins ``key`` for ``ttl_ms``."""
     UNPIN = 6
+    COMPARE = 7
+    """Each copy notes the digest of what it holds, or with ``extra`` one slice of it."""
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One operation. The value of a PUT travels beside it."""
 
-    kind: Annotated[int, Limit(ge=0, le=6)]
+    kind: Annotated[int, Limit(ge=0, le=7)]
     key: _Key
     size: Annotated[int, Limit(ge=0, lt=1 << 62)] = 0
     ttl_ms: Annotated[int, Limit(ge=0, lt=1 << 53)] = 0
     flags: Annotated[int, Limit(ge=0, lt=256)] = 0
-    """WRITE_ONCE, SOFT_PIN, HARD_PIN."""
+    """WRITE_ONCE, SOFT_PIN, HARD_PIN; NO_ROOM."""
     checksum: Annotated[int, Limit(ge=0)] = 0
     extra: Annotated[bytes, Limit(max_length=1024)] = b""
 
 
 WRITE_ONCE, SOFT_PIN, HARD_PIN = 1, 2, 4
+NO_ROOM = 8
+"""An EVICT that was a PUT, on a node that had no room for the value."""
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -93,8 +97,8 @@ class PrepareAck(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     epoch: _Count
     last: _Count
     session: Session
-    dropped: _Count = 0
-    """Values among those just prepared for which there was no room: no copy of them is here."""
+    dropped: Annotated[list[_Count], Limit(max_length=LOG_ENTRIES_MAX)] = []
+    """Those among the prepared that have no copy here, because there was no room."""
 
 
 class NewEpoch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -213,6 +213,7 @@ class Replicator:
         self._not_before.pop(batch.to, None)
         self.prepared_total += len(batch.entries)
         self.prepared_bytes_total += sum(e.op.size for e in batch.entries)
+        self._journal.take_no_room(batch.to, answer.body.acks)
         self._replicas.take_prepare_acks(batch.to, answer.body.acks, now)
         self.wake()
 

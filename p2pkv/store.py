@@ -223,7 +223,6 @@ class Store(Catalog):
         sizes: Sequence[int],
         options: PutOptions,
         now: int,
-        op_id: int = 0,
         decided: bool = False,
     ) -> list[Object | Status]:
         """An object with an extent for each key, or why not.
@@ -248,7 +247,7 @@ class Store(Catalog):
             wanted, buckets, keys, offsets, sizes, lengths, strict=True
         ):
             if offset is not None:
-                item = Object(key, bucket, offset, size, length, options, pin, op_id)
+                item = Object(key, bucket, offset, size, length, options, pin)
                 results[i] = item
                 made.append(item)
         self._enter(made)
@@ -435,7 +434,7 @@ class Store(Catalog):
         now: int,
         *,
         checksums: Sequence[int | None] | None = None,
-        op_id: int = 0,
+        stamps: Sequence[int] = (),
     ) -> list[Status]:
         """Both steps at once, for values that are at hand.
 
@@ -449,9 +448,10 @@ class Store(Catalog):
         statuses: list[Status] = []
         stored: list[Object] = []
         for part in _pieces(sizes, self.extents.allocator.size // 4):
-            results = self.allocate_batch(
-                buckets[part], keys[part], sizes[part], options, now, op_id
-            )
+            results = self.allocate_batch(buckets[part], keys[part], sizes[part], options, now)
+            for item, stamp in zip(results, stamps[part], strict=False):
+                if isinstance(item, Object):
+                    item.stamp = stamp
             made, made_sums = [], []
             for item, value, checksum in zip(results, values[part], sums[part], strict=True):
                 if isinstance(item, Object):
@@ -530,8 +530,7 @@ class Store(Catalog):
         for bucket, key in zip(buckets, keys, strict=True):
             item = self.find(bucket, key, now)
             if item is not None:
-                self.expiry.set(item, now + ttl_ns if ttl_ns else 0)
-                self._note_change(item)
+                self._set_expiry(item, now + ttl_ns if ttl_ns else 0)
                 changed.append(item)
             statuses.append(_MISS if item is None else _OK)
         if self.published is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from p2pkv.allocator import GRANULE
+from p2pkv.digests import mark
 from p2pkv.objects import HEADER_BYTES, Object, State, extent_bytes, read_header
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def _check_index(store: Store) -> list[Object]:
     for number, bucket in store.buckets.items():
         assert bucket.id == number, f"bucket {number} calls itself {bucket.id}"
         assert bucket.value_bytes == sum(o.size for o in bucket.objects.values()), "value_bytes"
+        lasting = [o for o in bucket.objects.values() if not o.expires_at]
+        assert bucket.digest == sum(mark(o.key, o.stamp) for o in lasting), "digest"
         assert bucket.order == sorted(bucket.objects), f"order of bucket {number} is stale"
         for key, item in bucket.objects.items():
             assert (item.key, item.bucket) == (key, number), f"misplaced: {item}"

@@ -54,6 +54,8 @@ Prefix = Annotated[bytes, Limit(max_length=KEY_BYTES_MAX)]
 Name = Annotated[str, Limit(max_length=256)]
 Count = Annotated[int, Limit(ge=0)]
 Code = Annotated[int, Limit(ge=0, le=255)]
+Stamp = Annotated[int, Limit(ge=0)]
+"""64 bits: the name of a write, or a sum or hash (``digests``)."""
 """A Status."""
 
 
@@ -144,6 +146,11 @@ class Kind(IntEnum):
     SNAPSHOT_ACK = 71
     REPLICATE = 72
     REPLICATED = 73
+    COMPARE = 74
+    COMPARED = 75
+    FETCH = 76
+    FETCHED = 77
+    DROPPED = 78
     HEARTBEAT = 80
 
 
@@ -527,6 +534,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Position of this piece in the value, for values larger than one message."""
     piece: Annotated[int, Limit(ge=-1, lt=1 << 62)] = -1
     """Bytes of the value in this message; -1: all."""
+    stamp: Stamp = 0
 
 
 class Snapshot(Body, frozen=True):
@@ -568,6 +576,48 @@ class Replicated(Body, frozen=True):
     """What is prepared now."""
 
     acks: Annotated[list[PrepareAck], Limit(max_length=BATCH_KEYS_MAX)]
+
+
+class Compare(Body, frozen=True):
+    """Asks a copy what it noted at an operation of the bucket's log."""
+
+    bucket: Bucket
+    position: Stamp
+
+
+class Compared(Body, frozen=True):
+    """What a copy noted. Payload: for a slice, key hash and stamp of each object in it.
+
+    ``status`` MOVING: it has not come so far, or no longer knows."""
+
+    status: Code
+    objects: Count = 0
+    digest: Stamp = 0
+    room: Size = 0
+    """Bytes that may still be stored there without evicting anything."""
+    largest: Size = 0
+    """Bytes of the largest extent that is free."""
+
+
+class Fetch(Body, frozen=True):
+    """Asks a copy for the objects whose keys have these hashes."""
+
+    bucket: Bucket
+    hashes: Annotated[list[Stamp], Limit(max_length=BATCH_KEYS_MAX)]
+    values: bool = False
+    """Whether their values are sent along, as far as they fit into a message."""
+
+
+class Fetched(Body, frozen=True):
+    """Those that are there. Payload: the values, packed, if they were asked for."""
+
+    entries: Annotated[list[Entry], Limit(max_length=BATCH_KEYS_MAX)]
+
+
+class Dropped(Body, frozen=True):
+    """Tells primaries how many copies this node had to give up, by bucket."""
+
+    copies: Annotated[dict[Bucket, Count], Limit(max_length=BATCH_KEYS_MAX)]
 
 
 BODIES: dict[Kind, type[Body]] = {
@@ -617,6 +667,11 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.SNAPSHOT_ACK: SnapshotAck,
     Kind.REPLICATE: Replicate,
     Kind.REPLICATED: Replicated,
+    Kind.COMPARE: Compare,
+    Kind.COMPARED: Compared,
+    Kind.FETCH: Fetch,
+    Kind.FETCHED: Fetched,
+    Kind.DROPPED: Dropped,
 }
 
 MUTATING = frozenset(

@@ -232,6 +232,7 @@ class Cluster:
                     buckets = [p.bucket for p in batch.prepares]
                     node.replicas.not_delivered(batch.to, buckets)
                 else:
+                    node.journal.take_no_room(batch.to, answer.acks)
                     node.replicas.take_prepare_acks(batch.to, answer.acks, self.now)
 
     def talk(self) -> None:

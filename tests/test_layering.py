@@ -19,7 +19,8 @@ LAYERS: list[set[str]] = [
     {"wire", "ring", "planner", "membership", "handover", "records", "routing", "allocator",
      "eviction", "expiry", "objects", "operations", "arguments", "batches", "scanning",
      "keyed", "large", "checksums", "checking", "outcomes", "parts", "layouts", "tensor_header",
-     "replication", "replicas", "replicated", "leases", "ucx_handles", "paths",
+     "replication", "replicas", "replicated", "leases", "digests",
+     "ucx_handles", "paths",
      "swim", "swim_messages", "suspicion", "dissemination", "roster", "probing"},
     {"store", "arena", "hostlock", "catalog", "extents", "store_audit", "payload", "sessions",
      "quarantine"},
@@ -32,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"handlers", "journal", "learning", "ownership", "scrub", "fabric"},
     {"dlpack", "cuda", "arrays", "gpu_arena", "staging", "direct", "tensors"},
     {"client", "blocking_driver", "near_cache", "async_client", "async_driver"},
-    {"node", "mover", "replicator", "figures", "hosted", "load"},
+    {"node", "mover", "replicator", "comparing", "figures", "hosted", "load"},
     {"admin", "cli", "commands", "bench", "adapters"},
 ]  # fmt: skip
 """Each may import from its own layer and from those above it in this list."""

@@ -181,11 +181,12 @@ def test_values_are_aligned_and_a_batch_lies_in_one_run(store: Store) -> None:
     assert offsets[1:] == ends[:-1]
 
 
-def test_op_id_and_checksum_are_kept(store: Store) -> None:
-    (item,) = store.allocate_batch([B], [b"k"], [1], PLAIN, 1, op_id=99)
+def test_stamp_and_checksum_are_kept(store: Store) -> None:
+    (item,) = store.allocate_batch([B], [b"k"], [1], PLAIN, 1)
     assert isinstance(item, Object)
+    item.stamp = 99
     store.commit_batch([item], 1, [12345])
-    assert (found(store, b"k").op_id, found(store, b"k").checksum) == (99, 12345)
+    assert (found(store, b"k").stamp, found(store, b"k").checksum) == (99, 12345)
     header = read_header(store.arena.view, item.offset)
     assert header is not None
     assert (header.checksum, header.has_checksum) == (12345, 1)
