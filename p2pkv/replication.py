@@ -185,14 +185,15 @@ class Follower:
 
 
 class Copying:
-    """A member that is being sent the bucket's objects."""
+    """A member that is being sent the bucket's objects, or was eligible and is ``taken_back``."""
 
-    __slots__ = ("cut", "member", "session")
+    __slots__ = ("cut", "member", "session", "taken_back")
 
-    def __init__(self, member: Member, session: Session) -> None:
+    def __init__(self, member: Member, session: Session, taken_back: bool = False) -> None:
         self.member = member
         self.session = session
-        self.cut = False
+        self.taken_back = taken_back
+        self.cut = taken_back
         """All objects are on their way, and it is a follower."""
 
 
@@ -475,6 +476,8 @@ class Replica:
             del self.followers[member]
         if copying in record.in_sync:
             self.copying = None
+        elif self.copying and self.copying.taken_back and not self._counted(self.copying.member):
+            self._give_up_copy()  # it is named no more, and may have dropped what it had
 
     def _end_tenure(self) -> None:
         if not self.tenure:
@@ -767,8 +770,7 @@ class Replica:
 
     def _take_back(self, member: Member, now: int) -> None:
         """An eligible member has everything: it need only confirm the epoch."""
-        self.copying = Copying(member, Session(self.tenure))
-        self.copying.cut = True
+        self.copying = Copying(member, Session(self.tenure), taken_back=True)
         self.followers[member] = Follower(0, None, now)
         self._offer_epoch(now)
         self.out.append(Changed(self.bucket))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from multiprocessing import get_context
 from multiprocessing.pool import Pool
 
 import pytest
 
 from p2pkv.testing.sim.__main__ import main
-from p2pkv.testing.sim.running import Order, run
+from p2pkv.testing.sim.running import Order, new_pool, run
 
 SCHEDULES = 2000
 CHUNK = 100
@@ -23,10 +23,8 @@ FOUND_SOON = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    os.environ["PYTHONHASHSEED"] = "0"  # a seed means the same in each process
-    with get_context("spawn").Pool() as pool:
+    with new_pool() as pool:
         yield pool
-    del os.environ["PYTHONHASHSEED"]
 
 
 @pytest.mark.slow
@@ -44,6 +42,13 @@ def test_no_schedule_violates_an_invariant(pool: Pool, first: int) -> None:
 def test_a_mistake_is_found(pool: Pool, mutant: str, limit: int) -> None:
     orders = [Order(seed, mutant) for seed in range(limit)]
     assert any(v.violation for v in pool.imap_unordered(run, orders, chunksize=2))
+
+
+def test_a_seed_means_the_same_in_each_process() -> None:
+    command = [sys.executable, "-m", "p2pkv.testing.sim", "--first", "709", "--trace"]
+    told = [subprocess.run(command, capture_output=True, check=True).stdout for _ in range(3)]
+    assert told[0] == told[1] == told[2]
+    assert b"promotions" in told[0]
 
 
 def test_the_command_tells_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -256,3 +256,23 @@ def test_an_eligible_member_comes_back_without_a_copy() -> None:
     assert record.in_sync == (a.me, b.me)
     assert record.eligible == ()
     assert not a.replicas.copies
+
+
+def test_an_eligible_member_that_is_named_no_more_is_not_taken_back() -> None:
+    """It drops what it has when it learns that, which the primary does not see."""
+    cluster = Cluster("ab", min_in_sync=2)
+    a, b = cluster.start("a", "b"), cluster["b"]
+    a.write("k")
+    a.replicas.suspect(b.me)
+    cluster.tick("a")
+    cluster.decide(a)
+    a.replica._take_back(b.me, cluster.now)
+    a.replicas._settle(cluster.now)
+    cluster.talk("ab")
+    assert a.replica.followers[b.me].confirmed
+    cluster.tick("a")
+    assert cluster.decide(a).record.eligible == ()
+    assert b.me not in a.replica.followers
+    assert a.replica.copying is None
+    b.learns_record()
+    assert b.replica.role is Role.ABSENT

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from .mutants import MUTANTS, planted
-from .running import run_many
+from .running import make_replayable, run_many
 from .simulation import Simulation, Verdict
 
 
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("PYTHONHASHSEED") != "0":
             os.environ["PYTHONHASHSEED"] = "0"
             os.execv(sys.executable, [sys.executable, "-m", "p2pkv.testing.sim", *sys.argv[1:]])
+        make_replayable()
         return _trace(options.first, options.mutant)
     started = time.monotonic()
     seeds = range(options.first, options.first + options.seeds)

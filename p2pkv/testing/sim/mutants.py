@@ -13,7 +13,7 @@ from typing import Any
 from p2pkv.leases import Leases
 from p2pkv.replicas import Replicas
 from p2pkv.replicated import Session
-from p2pkv.replication import Discard, Follower, Replica
+from p2pkv.replication import Changed, Copying, Discard, Follower, Replica
 from p2pkv.testing.linearizability import Kind
 
 from .clients import NOT_HERE, Served
@@ -269,6 +269,18 @@ def releasedbyany() -> list[Patch]:
             self.advance(now)
 
     return [(Replica, "take_stepped_down", taking)]
+
+
+@mutant("an eligible member is taken back although it is named no more (I15)")
+def takenback() -> list[Patch]:
+    def take_back(self: Any, member: Any, now: int) -> None:
+        self.copying = Copying(member, Session(self.tenure))
+        self.copying.cut = True
+        self.followers[member] = Follower(0, None, now)
+        self._offer_epoch(now)
+        self.out.append(Changed(self.bucket))
+
+    return [(Replica, "_take_back", take_back)]
 
 
 @mutant("an eligible member is not asked for grants (I15)")
