@@ -304,7 +304,7 @@ class Node:
             sessions_max=config.sessions_max,
             answers_max=2 * limits.inflight_max,
         )
-        journal = Journal(store, self._sessions, clock.monotonic)
+        journal = self._journal = Journal(store, self._sessions, clock.monotonic)
         journal.replicas = self._replicas = Replicas(
             Settings(
                 me=member,
@@ -319,7 +319,7 @@ class Node:
         )
         self._learning = Learning(store, self._replicas)
         self._handlers = Handlers(
-            member, journal, limits, meta.bucket_count, self._may_serve,
+            journal, limits, meta.bucket_count, self._may_serve,
             {
                 Kind.ROUTES: self._on_routes,
                 Kind.STATS: self._on_stats,
@@ -336,7 +336,7 @@ class Node:
         if self._fabric is not None:
             self._sessions.on_end = self._fabric.forget
         self._scrub = Scrub(store, give=config.checksums != "never")
-        self._learning.check = bool(self._handlers.arriving)
+        self._learning.check = bool(self._handlers.arrivals.policy)
         self._own_session = self._sessions.begin(
             new_session(new_client_id(b"l")), member, clock.monotonic()
         )
@@ -444,9 +444,9 @@ class Node:
             now = clock.monotonic()
             if self._own_session is not None:
                 self._own_session.last_seen = now
-            self._handlers.journal.reap(now)
+            self._journal.reap(now)
             self._sessions.reap(now)
-            self._handlers.quarantine.reap(now)
+            self._handlers.sharing.quarantine.reap(now)
             self._data.drop_stalled(now)
             self._open_gates()
             await asyncio.sleep(HOUSEKEEPING_S)
@@ -669,14 +669,10 @@ class Node:
         if session is None:
             return None
         now = clock.monotonic()
-        if head.kind == Kind.PUT:
-            return self._handlers.begin_put(session, head.request, head.body, payload_bytes, now)
-        if head.kind == Kind.REPLICATE:
-            return self._handlers.begin_replicate(session, head.body, payload_bytes, now)
-        return None
+        return self._handlers.begin(session, head.kind, head.request, head.body, payload_bytes, now)
 
     def unshare(self, shared: dict[int, Any], proven: bool) -> None:
-        self._handlers.unshare_all(shared, proven)
+        self._handlers.sharing.unshare_all(shared, proven)
 
     def respond(
         self,

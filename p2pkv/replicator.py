@@ -20,12 +20,12 @@ from p2pkv.authority import Authority
 from p2pkv.config import NodeConfig
 from p2pkv.errors import AuthorityUnavailable
 from p2pkv.gossip import Gossip
-from p2pkv.handlers import LOCATE_MIN
 from p2pkv.journal import Journal
 from p2pkv.learning import Learning
 from p2pkv.mover import Mover
 from p2pkv.objects import Object
 from p2pkv.ownership import Ownership
+from p2pkv.reading import LOCATE_MIN
 from p2pkv.records import BucketChange
 from p2pkv.replicas import Batch, Replicas
 from p2pkv.replicated import TALK, OpKind, Prepare, decode, encode

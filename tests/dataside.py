@@ -99,8 +99,8 @@ class DataNode:
         session = self.host.sessions.get(session_id)
         if session is None or head.kind != Kind.PUT:
             return None
-        return self.host.handlers.begin_put(
-            session, head.request, head.body, payload_bytes, monotonic()
+        return self.host.handlers.begin(
+            session, head.kind, head.request, head.body, payload_bytes, monotonic()
         )
 
     def respond(
@@ -122,7 +122,7 @@ class DataNode:
             session.packing, session.shared = FRAMES, None
 
     def unshare(self, shared: dict[int, Any], proven: bool) -> None:
-        self.host.handlers.unshare_all(shared, proven)
+        self.host.handlers.sharing.unshare_all(shared, proven)
 
     def revision(self) -> int:
         return 7

@@ -114,7 +114,7 @@ class Host:
         self.journal, self.replicas = make_replicas(self.store, self.sessions, lease_ns=3600 * S)
         self.replicas.adopt({BucketId(b): owned(A) for b in range(self.BUCKETS)}, 1)
         self.handlers = Handlers(
-            A, self.journal, limits, self.BUCKETS,
+            self.journal, limits, self.BUCKETS,
             lambda now: not self.fenced,
             {Kind.STATS: lambda *_: (Kind.NODE_STATS, wire.NodeStats(A, {}, {"x": 1.0}), ())},
         )  # fmt: skip

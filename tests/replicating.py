@@ -57,7 +57,7 @@ class Node:
         )  # fmt: skip
         self.learning = Learning(self.store, self.replicas)
         self.handlers = Handlers(
-            me, self.journal, LIMITS, BUCKETS, lambda now: not self.fenced,
+            self.journal, LIMITS, BUCKETS, lambda now: not self.fenced,
             {Kind.SNAPSHOT: self._snapshot},
         )  # fmt: skip
         self.client = self.session(b"client")

@@ -397,20 +397,20 @@ def test_a_node_tells_the_checksums_that_are_asked_for(
 def test_a_put_that_is_not_what_its_checksum_says_is_not_stored_where_the_policy_looks(
     host: Host, arriving: Checksums
 ) -> None:
-    host.handlers.arriving = arriving
+    host.handlers.arrivals.policy = arriving
     bad = Status.CORRUPT if arriving else Status.OK
     assert put_all(host, wrong=[b"large"]) == [Status.OK, bad, Status.OK]
     there = host.statuses(Kind.EXISTS, wire.Exists(list(VALUES))) or [Status.OK] * 3
     assert there == [Status.OK, Status.MISS if arriving else Status.OK, Status.OK]
-    assert host.handlers.corrupt_arrivals == bool(arriving)
+    assert host.handlers.arrivals.corrupt_total == bool(arriving)
     host.store.validate()
 
 
 def test_a_damaged_put_among_refused_ones_gets_its_own_status(host: Host) -> None:
-    host.handlers.arriving = Checksums.SENT
+    host.handlers.arrivals.policy = Checksums.SENT
     put_all(host)
-    host.handlers.primary.discard(find(host, b"small").bucket)
-    moved = {k for k in VALUES if find(host, k).bucket not in host.handlers.primary}
+    host.replicas.served.discard(find(host, b"small").bucket)
+    moved = {k for k in VALUES if find(host, k).bucket not in host.replicas.served}
     found = put_all(host, wrong=[b"large"])
     wanted = [
         Status.NOT_PRIMARY if k in moved else Status.CORRUPT if k == b"large" else Status.OK
@@ -424,10 +424,10 @@ def test_a_damaged_put_among_refused_ones_gets_its_own_status(host: Host) -> Non
 def test_a_put_that_arrives_in_the_arena_is_compared_there(
     host: Host, arriving: Checksums, wrong: int
 ) -> None:
-    host.handlers.arriving = arriving
+    host.handlers.arrivals.policy = arriving
     sums = [xxh3_64_intdigest(b"abc") ^ wrong, 0]
     body = wire.Put([b"k", b"l"], [3, 2], PLAIN, sums)
-    filling = host.handlers.begin_put(host.session, 1, body, 5, 1)
+    filling = host.handlers.begin(host.session, Kind.PUT, 1, body, 5, 1)
     assert filling is not None
     filling.views[0][:], filling.views[1][:] = b"abc", b"de"
     bad = bool(wrong and arriving)
@@ -442,7 +442,7 @@ def test_a_put_that_arrives_in_the_arena_is_compared_there(
 def test_a_commit_is_compared_unless_the_client_filled_it_and_the_policy_is_remote(
     host: Host, arriving: Checksums, filled: bool
 ) -> None:
-    host.handlers.arriving = arriving
+    host.handlers.arrivals.policy = arriving
     host.session.shared = {}
     made = answered(host.ask(Kind.ALLOC, wire.Alloc([b"k"], [3], PLAIN, filled)), Kind.ALLOCATED)
     if not filled:
@@ -571,14 +571,14 @@ def test_an_owner_whose_value_arrives_damaged_looks_at_its_own_and_begins_again(
 
 
 def test_an_operation_whose_value_arrives_damaged_is_not_kept_by_a_backup(host: Host) -> None:
-    host.handlers.arriving = Checksums.SENT
+    host.handlers.arrivals.policy = Checksums.SENT
     key = next(k for k in VALUES)
     host.replicas.adopt({BucketId(b): owned(B, A, epoch=2, revision=2) for b in range(4)}, 1)
     op = Op(int(OpKind.PUT), key, 3, 0, 0, xxh3_64_intdigest(b"abc"))
     staged = host.journal.stage([ring.bucket_of(key, 4)], [op], 1)
     assert isinstance(staged[0], Object)
     host.store.write(staged[0].offset, b"abd")
-    assert host.handlers.corrupt_among(staged, Checksums.SENT) == set(staged)
+    assert host.handlers.arrivals.corrupt_among(staged, Checksums.SENT) == set(staged)
     assert not host.store.allocated
-    assert host.handlers.corrupt_arrivals == 1
+    assert host.handlers.arrivals.corrupt_total == 1
     host.store.validate()

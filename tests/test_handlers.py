@@ -8,8 +8,9 @@ from nodeside import LIMITS, MIB, MS, PLAIN, Host, S, answered, flat
 
 from p2pkv import ring, wire
 from p2pkv.arena import Arena
-from p2pkv.handlers import LOCATE_MIN, Handlers
+from p2pkv.handlers import Handlers
 from p2pkv.objects import Pin, read_header
+from p2pkv.reading import LOCATE_MIN
 from p2pkv.sessions import GAPS_MAX, TOKENS_MAX, Session
 from p2pkv.wire import Checksums, Fault, Kind, PutOptions, Status
 
@@ -46,13 +47,13 @@ class Mixed:
     def __init__(self, host: Host) -> None:
         self.keys = [host.keys_in(bucket, 1)[0] for bucket in range(4)]
         host.put(dict.fromkeys(self.keys, b"old"))
-        host.handlers.primary -= {1, 2}
-        host.handlers.replicas.waiting.add(1)
+        host.replicas.served -= {1, 2}
+        host.replicas.waiting.add(1)
         self.host = host
 
     def untouched(self) -> bool:
         """Whether the keys of the refused buckets are as they were."""
-        self.host.handlers.primary |= {1, 2}
+        self.host.replicas.served |= {1, 2}
         items = [self.host.store.find(b, self.keys[b], self.host.now) for b in (1, 2)]
         return self.host.get(*self.keys[1:3]) == [b"old", b"old"] and all(
             item is not None and item.pin is Pin.NONE and not item.expires_at and not item.pins
@@ -125,20 +126,20 @@ def test_a_get_of_one_small_value_obeys_the_fence_and_the_bucket(host: Host) -> 
         [Status.STALLED]
     )
     host.fenced = False
-    host.handlers.primary.discard(1)
+    host.replicas.served.discard(1)
     assert answered(host.ask(Kind.GET, wire.Get([key])), Kind.VALUES).statuses == bytes(
         [Status.NOT_PRIMARY]
     )
-    host.handlers.primary.add(1)
+    host.replicas.served.add(1)
     assert host.get(key) == [b"v"]
 
 
 def test_a_get_tells_the_refused_from_the_missing(mixed: Mixed) -> None:
     keys = [*mixed.keys, b"missing-key"]
-    mixed.host.handlers.primary.add(ring.bucket_of(b"missing-key", Host.BUCKETS))
+    mixed.host.replicas.served.add(ring.bucket_of(b"missing-key", Host.BUCKETS))
     response = mixed.host.ask(Kind.GET, wire.Get(keys, tell_once=True))
     body = answered(response, Kind.VALUES)
-    expected = [OK, *mixed.host.handlers._admit(keys, 1)[1][1:4], MISS]
+    expected = [OK, *mixed.host.handlers.admission.admit(keys, 1)[1][1:4], MISS]
     assert list(body.statuses) == expected
     views = wire.placed(flat(response[2]), body.sizes, body.starts)
     assert bytes(views[0]) == b"old"
@@ -174,7 +175,7 @@ def test_a_match_ends_at_the_first_key_that_may_not_be_served(
 ) -> None:
     keys = [host.keys_in(bucket, 1)[0] for bucket in range(4)]
     host.put(dict.fromkeys(keys, b""))
-    host.handlers.primary.intersection_update(served)
+    host.replicas.served.intersection_update(served)
     matched = answered(host.ask(Kind.MATCH, wire.Match(keys)), Kind.MATCHED)
     assert (matched.count, matched.status) == (count, status)
 
@@ -182,10 +183,10 @@ def test_a_match_ends_at_the_first_key_that_may_not_be_served(
 def test_a_match_ends_at_the_first_missing_key(mixed: Mixed) -> None:
     host = mixed.host
     keys = [mixed.keys[0], b"nope", *mixed.keys]
-    host.handlers.primary.update(range(4))
+    host.replicas.served.update(range(4))
     matched = answered(host.ask(Kind.MATCH, wire.Match(keys)), Kind.MATCHED)
     assert (matched.count, matched.status) == (1, MISS)
-    host.handlers.primary -= {1}
+    host.replicas.served -= {1}
     host.fenced = True
     matched = answered(host.ask(Kind.MATCH, wire.Match(keys)), Kind.MATCHED)
     assert (matched.count, matched.status) == (0, Status.STALLED)
@@ -291,7 +292,7 @@ def test_a_large_range_is_located_and_a_small_one_of_a_large_value_sent(host: Ho
 
 
 def test_ranges_of_large_values_go_by_the_size_of_the_range(host: Host) -> None:
-    bound = host.handlers.limits.message_bytes_max
+    bound = LIMITS.message_bytes_max
     host.put({b"a": bytes(bound)})
     ids = host.ask(Kind.ALLOC, wire.Alloc([b"big"], [2 * bound], PLAIN))[1].ids
     for at in (0, bound):
@@ -319,7 +320,7 @@ def test_what_is_no_request_is_refused(host: Host, kind: Kind) -> None:
     error = answered(host.ask(kind, wire.Empty()), Kind.ERROR)
     assert error.fault == Fault.BAD_REQUEST
     assert f"{kind.name} is not a request" in error.message
-    assert host.handlers.refused == 1
+    assert host.handlers.admission.refused == 1
 
 
 def test_a_long_refusal_is_cut_to_what_a_message_may_hold(host: Host) -> None:
@@ -645,7 +646,7 @@ def test_alloc_reports_why_there_is_nothing_to_fill(host: Host) -> None:
 def test_too_many_allocations_of_one_session_are_refused(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("p2pkv.handlers.ALLOCS_MAX", 3)
+    monkeypatch.setattr("p2pkv.allocating.ALLOCS_MAX", 3)
     answered(host.ask(Kind.ALLOC, wire.Alloc([b"a", b"b"], [1, 1], PLAIN)), Kind.ALLOCATED)
     body = wire.Alloc([b"c", b"d"], [1, 1], PLAIN)
     assert "more than 3 allocations" in refused(host, Kind.ALLOC, body)
@@ -656,18 +657,18 @@ def test_a_commit_is_refused_once_the_bucket_may_not_be_served(host: Host, fate:
     key = host.keys_in(2, 1)[0]
     id = allocated(host, key, 3)
     assert write(host, id, 0, b"abc") == []
-    handlers = host.handlers
+    replicas = host.replicas
     if fate == "fenced":
         host.fenced = True
     elif fate == "moving":
-        handlers.primary.discard(2)
-        handlers.replicas.waiting.add(2)
+        replicas.served.discard(2)
+        replicas.waiting.add(2)
     else:
         host.store.drop_bucket(2)
-        handlers.primary.discard(2)
+        replicas.served.discard(2)
     if fate == "gone and back":
         host.store.open_bucket(2)
-        handlers.primary.add(2)
+        replicas.served.add(2)
     expected = {
         "moving": Status.MOVING, "gone": Status.NOT_PRIMARY, "fenced": Status.STALLED,
         "gone and back": CONFLICT,
@@ -675,7 +676,7 @@ def test_a_commit_is_refused_once_the_bucket_may_not_be_served(host: Host, fate:
     assert commit(host, id) == [expected[fate]]
     assert host.store.stats().allocated == 0
     host.fenced = False
-    handlers.primary.add(2)
+    replicas.served.add(2)
     if 2 in host.store.buckets:
         assert host.get(key) == [None]
 
@@ -704,7 +705,7 @@ def test_an_allocation_that_is_left_alone_is_taken_back_and_writes_prolong_it(ho
 
 def begin(host: Host, body: wire.Put, size: int | None = None, request: int = 1000) -> Any:
     size = sum(body.sizes) if size is None else size
-    return host.handlers.begin_put(host.session, request, body, size, host.now)
+    return host.handlers.begin(host.session, Kind.PUT, request, body, size, host.now)
 
 
 def fill(filling: Any, data: bytes) -> None:
@@ -746,7 +747,7 @@ def test_a_filled_put_is_refused_where_the_bucket_left_meanwhile(host: Host) -> 
     keys = [host.keys_in(0, 1)[0], host.keys_in(1, 1)[0]]
     filling = begin(host, wire.Put(keys, [1, 1], PLAIN))
     fill(filling, b"ab")
-    host.handlers.primary.discard(1)
+    host.replicas.served.discard(1)
     statuses = answered(filling.finish(host.now), Kind.STATUSES).statuses
     assert list(statuses) == [OK, Status.NOT_PRIMARY]
     assert host.store.stats().allocated == 0
@@ -912,8 +913,8 @@ def test_after_concerns_the_first_bucket_only(host: Host) -> None:
 def test_a_scan_stops_at_a_bucket_that_may_not_be_served_and_says_why(host: Host) -> None:
     keys = [host.keys_in(bucket, 1)[0] for bucket in range(4)]
     host.put(dict.fromkeys(keys, b""))
-    host.handlers.primary -= {2, 3}
-    host.handlers.replicas.waiting.add(2)
+    host.replicas.served -= {2, 3}
+    host.replicas.waiting.add(2)
     got = page(host, [0, 1, 2, 3])
     assert (got.keys, got.finished, got.status) == (keys[:2], 2, Status.MOVING)
     assert page(host, [3, 0]).status == Status.NOT_PRIMARY
@@ -945,14 +946,14 @@ def test_delete_range_goes_on_bucket_by_bucket_within_its_limit(host: Host) -> N
 def test_delete_range_deletes_nothing_of_what_may_not_be_served(host: Host) -> None:
     keys = [host.keys_in(bucket, 1)[0] for bucket in range(4)]
     host.put(dict.fromkeys(keys, b""))
-    host.handlers.primary -= {1}
+    host.replicas.served -= {1}
     got = delete_range(host, [0, 1, 2], b"")
     assert (got.count, got.finished, got.status) == (1, 1, Status.NOT_PRIMARY)
     host.fenced = True
     got = delete_range(host, [2], b"")
     assert (got.count, got.finished, got.status) == (0, 0, Status.STALLED)
     host.fenced = False
-    host.handlers.primary |= {1}
+    host.replicas.served |= {1}
     assert host.get(*keys) == [None, b"", b"", b""]
 
 
@@ -1061,7 +1062,7 @@ def test_a_failure_in_a_handler_is_not_an_answer(host: Host) -> None:
         raise OSError("broken")
 
     handlers = Handlers(
-        host.handlers.member, host.journal, LIMITS, 4, lambda now: True,
+        host.journal, LIMITS, 4, lambda now: True,
         {Kind.ROUTES: fails},
     )  # fmt: skip
     with pytest.raises(OSError, match="broken"):
@@ -1129,9 +1130,9 @@ def test_shared_memory_is_used_for_nothing_else_until_the_client_lets_go(host: H
     assert host.store.stats().retiring == 1
     host.sessions.reap(host.now + 31 * S)
     assert host.store.stats().retiring == 1
-    host.handlers.unshare(shared, [id, id + 1])
+    host.handlers.sharing.unshare(shared, [id, id + 1])
     assert host.store.stats().retiring == 0
-    host.handlers.unshare(shared, [id])
+    host.handlers.sharing.unshare(shared, [id])
 
 
 def test_an_aborted_shared_allocation_is_let_go(host: Host) -> None:
@@ -1209,21 +1210,21 @@ def test_what_a_remote_client_filled_is_committed_without_quarantine(host: Host)
     host.session.shared = {}
     id = remote_alloc(host, b"k", 3)
     assert host.statuses(Kind.COMMIT, wire.Commit([id], True)) == []
-    assert host.handlers.quarantine.held_bytes == 0
-    assert not host.handlers.quarantine.remote
+    assert host.handlers.sharing.quarantine.held_bytes == 0
+    assert not host.handlers.sharing.quarantine.remote
 
 
 def test_what_a_remote_client_filled_is_compared_with_its_checksum_as_what_is_sent_is(
     host: Host,
 ) -> None:
     """A local client's is not: it was written in place."""
-    host.handlers.arriving = Checksums.SENT
+    host.handlers.arrivals.policy = Checksums.SENT
     host.session.shared = {}
     remote, (local, _) = remote_alloc(host, b"r", 3), shared_alloc(host, b"l", 3)
     wrong = [12345]
     assert host.statuses(Kind.COMMIT, wire.Commit([remote], True, wrong)) == [Status.CORRUPT]
     assert host.statuses(Kind.COMMIT, wire.Commit([local], True, wrong)) == []
-    assert host.handlers.quarantine.held_bytes == 0
+    assert host.handlers.sharing.quarantine.held_bytes == 0
 
 
 def test_room_that_a_remote_client_did_not_write_to_is_free_at_once(host: Host) -> None:
@@ -1241,8 +1242,8 @@ def test_room_that_a_remote_client_may_still_write_to_is_not_used(host: Host, ho
     if how == "late":
         assert host.statuses(Kind.ABORT, wire.Abort([id], True)) == []
     else:
-        host.handlers.unshare_all(shared, proven=how == "closed")
-    quarantine = host.handlers.quarantine
+        host.handlers.sharing.unshare_all(shared, proven=how == "closed")
+    quarantine = host.handlers.sharing.quarantine
     assert host.store.stats().used_bytes == used == quarantine.held_bytes
     assert quarantine.unproven_bytes == (used if how == "lost" else 0)
     assert not shared
@@ -1253,13 +1254,13 @@ def test_room_that_a_remote_client_may_still_write_to_is_not_used(host: Host, ho
 def test_a_local_clients_room_knows_no_quarantine(host: Host) -> None:
     shared = host.session.shared = {}
     shared_alloc(host, b"k", 1000)
-    host.handlers.unshare_all(shared, proven=False)
-    assert (host.handlers.quarantine.held_bytes, host.store.stats().used_bytes) == (0, 0)
+    host.handlers.sharing.unshare_all(shared, proven=False)
+    assert (host.handlers.sharing.quarantine.held_bytes, host.store.stats().used_bytes) == (0, 0)
 
 
 def test_remote_writers_are_refused_while_too_much_is_in_quarantine(host: Host) -> None:
     host.session.shared = {}
-    host.handlers.quarantine.held_bytes = host.store.arena.size
+    host.handlers.sharing.quarantine.held_bytes = host.store.arena.size
     body = wire.Alloc([b"k"], [10], PLAIN, True, True)
     error = answered(host.ask(Kind.ALLOC, body), Kind.ERROR)
     assert error.fault == Fault.NOT_READY
