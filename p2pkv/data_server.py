@@ -86,11 +86,8 @@ class Service(Protocol):
 class DataServer:
     """Listens for data connections."""
 
-    def __init__(
-        self, limits: Limits, service: Service, stall_ns: int, connections_max: int = 8192
-    ) -> None:
+    def __init__(self, limits: Limits, stall_ns: int, connections_max: int = 8192) -> None:
         self.limits = limits
-        self.service = service
         self.dropped = 0
         """Connections that were closed for nonsense, for standing still, or as one too many."""
         self._stall_ns = stall_ns
@@ -118,12 +115,13 @@ class DataServer:
         self._listener = listener
         return int(listener.getsockname()[1])
 
-    def start(self) -> None:
+    def start(self, service: Service) -> None:
+        """Accept connections, and answer what they ask by ``service``."""
         assert self._listener is not None
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._loop.add_reader(self._listener.fileno(), self._accept, service)
 
-    def _accept(self) -> None:
+    def _accept(self, service: Service) -> None:
         assert self._listener is not None
         assert self._loop is not None
         for _ in range(ACCEPTS_MAX):
@@ -137,7 +135,7 @@ class DataServer:
                 continue
             configure(sock)
             sock.setblocking(False)
-            self._peers.add(_Peer(sock, self, self._loop))
+            self._peers.add(_Peer(sock, self, service, self._loop))
 
     def forget(self, connection: _Peer) -> None:
         self._peers.discard(connection)
@@ -172,13 +170,17 @@ class _Peer(Connection):
     """The connection of one client: its requests are answered in their order."""
 
     def __init__(
-        self, sock: socket.socket, server: DataServer, loop: asyncio.AbstractEventLoop
+        self,
+        sock: socket.socket,
+        server: DataServer,
+        service: Service,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.session = b""
         self.shared: dict[int, Any] = {}
         """What its client may be writing into the arena by itself."""
         self._server = server
-        self._service = server.service
+        self._service = service
         self._filling: Filling | None = None
         self._frames: list[memoryview] = []
         self._patient = False

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from p2pkv import ucx_library, wire
+from p2pkv.answers import Frames, Handler
 from p2pkv.arena import Arena
+from p2pkv.clock import MILLISECOND_NS
 from p2pkv.errors import ConfigError, P2PKVError, ProtocolError
 from p2pkv.objects import HEADER_BYTES, Object
 from p2pkv.paths import Ability
@@ -158,6 +160,35 @@ class Fabric:
         await self.engine.close()
 
 
+class OneSided:
+    """Requests that prepare one-sided access, or ask for it. ``fabric``: None if there is none."""
+
+    def __init__(self, fabric: Fabric | None, sessions: Sessions, store: Store) -> None:
+        self._fabric = fabric
+        self._sessions = sessions
+        self._store = store
+
+    @property
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """What clients on other hosts ask."""
+        return {Kind.ATTACH: self._on_attach, Kind.PUSH: self._on_push}
+
+    def _on_attach(self, session: Session, body: wire.Attach, frames: Frames, now: int) -> Response:
+        if self._fabric is None or session.shared is not None:
+            where = "this node has no UCX" if self._fabric is None else "on control connections"
+            raise ProtocolError(f"ATTACH: {where}")
+        hold_ms = max(1, self._sessions.hold_ns // MILLISECOND_NS)
+        return Kind.ATTACHED, self._fabric.attach(session, body, hold_ms), ()
+
+    def _on_push(
+        self, session: Session, body: wire.Push, frames: Frames, now: int
+    ) -> Response | Deferred:
+        if self._fabric is None or session.shared is None:
+            where = "this node has no UCX" if self._fabric is None else "on data connections only"
+            raise ProtocolError(f"PUSH: {where}")
+        return self._fabric.push(session, body, self._sessions, self._store, now)
+
+
 def _without(wanted: str, reason: Exception) -> None:
     if wanted == "on":
         raise ConfigError(f"ucx = 'on': {reason}") from None
@@ -168,4 +199,4 @@ def _statuses(status: Status) -> Response:
     return Kind.STATUSES, wire.Statuses(bytes([status])), ()
 
 
-__all__ = ["Fabric"]
+__all__ = ["Fabric", "OneSided"]

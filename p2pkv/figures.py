@@ -42,13 +42,13 @@ def collect(node: Node) -> wire.NodeStats:
         "members_suspected": sum(e.status == Status.SUSPECT for e in entries),
         "members_dead": sum(e.status == Status.DEAD for e in entries),
         "members_left": sum(e.status == Status.LEFT for e in entries),
-        "heartbeats_sent_total": node._heartbeats,
+        "heartbeats_sent_total": node._heartbeats.sent_total,
         "gossip_awareness": swim.awareness,
         "gossip_away_total": swim.away_total,
         "gossip_refuted_total": swim.refuted_total,
         "gossip_sent_total": swim.sent_total,
-        "gossip_dropped_total": node._gossip.dropped,
-        "gossip_refused_total": node._gossip.refused,
+        "gossip_dropped_total": node._listeners.gossip.dropped,
+        "gossip_refused_total": node._listeners.gossip.refused,
         "buckets_owned": node._ownership.owned,
         "buckets_backed_up": node._ownership.held - node._ownership.owned,
         "buckets_served": len(node._replicas.served),
@@ -75,8 +75,8 @@ def collect(node: Node) -> wire.NodeStats:
         "bytes_replicated_total": node._replicator.prepared_bytes_total,
         "sessions": len(node._sessions),
         "sessions_reaped_total": node._sessions.reaped,
-        "data_connections": len(node._data),
-        "data_connections_dropped_total": node._data.dropped,
+        "data_connections": len(node._listeners.data),
+        "data_connections_dropped_total": node._listeners.data.dropped,
         "ucx_clients": fabric.clients if fabric is not None else 0,
         "ucx_pushes_total": fabric.pushes_total if fabric is not None else 0,
         "ucx_pushed_bytes_total": fabric.pushed_bytes_total if fabric is not None else 0,
@@ -110,9 +110,9 @@ def collect(node: Node) -> wire.NodeStats:
         + node._learning.corrupt_arrivals,
         "scrubs_total": node._scrub.runs,
         "scrub_checked_bytes": node._scrub.checked_bytes,
-        "garbage_total": node._garbage,
+        "garbage_total": node._frontend.garbage,
         "requests_refused_total": node._handlers.admission.refused,
-        "answers_dropped_total": node._server.dropped,
+        "answers_dropped_total": node._listeners.server.dropped,
     }
     if node._published is not None:
         index = node._published.figures()
@@ -121,8 +121,8 @@ def collect(node: Node) -> wire.NodeStats:
         figures["index_refused_objects"] = index.refused
         figures["index_hits_total"] = index.hits
         figures["index_torn_total"] = index.torn
-    if node._reads is not None:
-        reads = node._reads.figures()
+    if node._listeners.reads is not None:
+        reads = node._listeners.reads.figures()
         figures |= {
             "read_connections": reads.connections,
             "read_connections_dropped_total": reads.dropped,

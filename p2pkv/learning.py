@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from p2pkv import wire
+from p2pkv.answers import Frames, Handler
 from p2pkv.handover import Incoming
 from p2pkv.replicas import Replicas
 from p2pkv.replicated import Session
+from p2pkv.sessions import Response
+from p2pkv.sessions import Session as Asking
 from p2pkv.store import Store
 from p2pkv.types import BucketId, Member
-from p2pkv.wire import Status
+from p2pkv.wire import Kind, Status
 
 
 class Learning:
@@ -24,6 +27,16 @@ class Learning:
         """Pieces that did not arrive as they were sent."""
         self._store = store
         self._replicas = replicas
+
+    @property
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """What primaries send of copies that are made."""
+        return {Kind.SNAPSHOT: self._on_snapshot}
+
+    def _on_snapshot(
+        self, session: Asking, body: wire.Snapshot, frames: Frames, now: int
+    ) -> Response:
+        return Kind.SNAPSHOT_ACK, self.take(body, session.member, frames, now), ()
 
     def take(
         self, body: wire.Snapshot, sender: Member | None, frames: Sequence[wire.Buffer], now: int

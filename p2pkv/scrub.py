@@ -9,14 +9,17 @@ the rest happens on the event loop, between requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from p2pkv import clock, wire
+from p2pkv.answers import Frames, Handler
 from p2pkv.checksums import checksums_of
 from p2pkv.objects import Object, State
+from p2pkv.sessions import Response, Session
 from p2pkv.store import Store
+from p2pkv.wire import Kind
 
 SLICE_BYTES = 4 << 20
 """Summed at a time, if one object is not more."""
@@ -41,6 +44,14 @@ class Scrub:
     def _clear(self) -> None:
         self.objects = sum(len(bucket) for bucket in self._store.buckets.values())
         self.checked = self.checked_bytes = self.without = self.corrupt = 0
+
+    @property
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """What administrators ask."""
+        return {Kind.SCRUB: self._on_scrub}
+
+    def _on_scrub(self, session: Session, body: wire.Scrub, frames: Frames, now: int) -> Response:
+        return Kind.SCRUBBED, self.ask(body.bytes_per_s), ()
 
     def ask(self, bytes_per_s: int) -> wire.Scrubbed:
         """Start one, unless one is under way; 0 bytes/s: only tell how far it is."""

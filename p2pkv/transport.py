@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -336,12 +337,9 @@ class Waiter:
 
 
 class ServerSocket:
-    """Listens for requests. ``on_message(session, frames)`` is called on the event loop."""
+    """Listens for requests from ``bind`` on, and hands them on from ``start`` on."""
 
-    def __init__(self, context: zmq.Context[Any], limits: Limits,
-                 on_message: Callable[[bytes, list[wire.Buffer]], None]) -> None:  # fmt: skip
-        self._limits = limits
-        self._on_message = on_message
+    def __init__(self, context: zmq.Context[Any], limits: Limits) -> None:
         self._lending = Lending()
         self.dropped = 0
         """Messages that a peer's full queue, or its absence, took."""
@@ -366,10 +364,11 @@ class ServerSocket:
         assert isinstance(last, bytes)
         return int(last.rstrip(b"\0").rpartition(b":")[2])
 
-    def start(self) -> None:
-        self._waiter = Waiter(self.socket, self._drain)
+    def start(self, on_message: Callable[[bytes, list[wire.Buffer]], None]) -> None:
+        """``on_message(session, frames)`` is called on the event loop."""
+        self._waiter = Waiter(self.socket, partial(self._drain, on_message))
 
-    def _drain(self) -> bool:
+    def _drain(self, on_message: Callable[[bytes, list[wire.Buffer]], None]) -> bool:
         self._draining = True
         try:
             for _ in range(RECEIVE_BUDGET):
@@ -379,7 +378,7 @@ class ServerSocket:
                 if len(frames) < 2:
                     self.dropped += 1
                     continue
-                self._on_message(bytes(frames[0]), frames[1:])
+                on_message(bytes(frames[0]), frames[1:])
         finally:
             self._draining = False
         return True

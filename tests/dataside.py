@@ -72,14 +72,14 @@ class DataNode:
         self.store = self.host.store
         self.session = self.host.open_session(b"data", b"1", monotonic())
         """Of the clients; the host's own serves what a test does behind their backs."""
-        self.server = DataServer(limits, self, stall_ns)
+        self.server = DataServer(limits, stall_ns)
         self.port = self.server.bind("127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         self.begun: list[int] = []
         """Sizes of the payloads that were announced."""
 
     async def __aenter__(self) -> Self:
-        self.server.start()
+        self.server.start(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -34,7 +34,8 @@ LAYERS: list[set[str]] = [
      "sharing", "receiving", "journal", "learning", "ownership", "scrub", "fabric"},
     {"dlpack", "cuda", "arrays", "gpu_arena", "staging", "direct", "tensors"},
     {"client", "blocking_driver", "near_cache", "async_client", "async_driver"},
-    {"node", "mover", "replicator", "comparing", "figures", "hosted", "load"},
+    {"node", "frontend", "listeners", "planning", "draining", "heartbeats", "mover", "replicator",
+     "comparing", "figures", "hosted", "load"},
     {"admin", "cli", "commands", "bench", "adapters"},
 ]  # fmt: skip
 """Each may import from its own layer and from those above it in this list."""

@@ -53,9 +53,9 @@ class Listener:
     def __init__(self, context: zmq.Context[Any]) -> None:
         self.messages: list[tuple[bytes, list[bytes]]] = []
         self.peers: list[zmq.Socket[bytes]] = []
-        self.socket = ServerSocket(context, LIMITS, self._take)
+        self.socket = ServerSocket(context, LIMITS)
         self.port = self.socket.bind("127.0.0.1", 0)
-        self.socket.start()
+        self.socket.start(self._take)
 
     def _take(self, session: bytes, frames: list[wire.Buffer]) -> None:
         self.messages.append((session, [bytes(f) for f in frames]))
@@ -217,14 +217,14 @@ async def test_a_peer_that_comes_again_under_its_name_gets_the_answers(
 async def test_listening_where_it_cannot_be_is_a_configuration_error(
     context: zmq.Context[Any], listener: Listener
 ) -> None:
-    second = ServerSocket(context, LIMITS, lambda *_: None)
+    second = ServerSocket(context, LIMITS)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {listener.port}"):
         second.bind("127.0.0.1", listener.port)
     second.close()
 
 
 async def test_it_listens_on_ipv6(context: zmq.Context[Any]) -> None:
-    socket = ServerSocket(context, LIMITS, lambda *_: None)
+    socket = ServerSocket(context, LIMITS)
     try:
         port = socket.bind("::1", 0)
     except ConfigError:
