@@ -21,6 +21,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from p2pkv.client import Client
+from p2pkv.routing import THERE
 from p2pkv.testing.cluster import Cluster
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -73,7 +74,7 @@ class Batches:
 def published(kv: Client, keys: list[str]) -> None:
     """Wait until the client reads these by the index."""
     deadline = time.monotonic() + 10
-    while not all(kv._ops._there([key.encode() for key in keys])):
+    while set(kv._ops._there([key.encode() for key in keys])) != {THERE}:
         kv.batch_exists(keys)
         if time.monotonic() > deadline:
             raise SystemExit("the index is not in use")

@@ -119,7 +119,10 @@ def collect(node: Node) -> wire.NodeStats:
         figures["index_slots"] = index.slots
         figures["index_objects"] = index.published
         figures["index_refused_objects"] = index.refused
-        figures["index_hits_total"] = index.hits
+        figures["index_hits_total"] = index.hits + index.present
+        figures["index_misses_total"] = index.misses + index.absent
+        figures["hits_total"] += index.hits
+        figures["misses_total"] += index.misses
         figures["index_torn_total"] = index.torn
     if node._listeners.reads is not None:
         reads = node._listeners.reads.figures()
@@ -130,8 +133,11 @@ def collect(node: Node) -> wire.NodeStats:
             "read_values_total": reads.values,
             "read_value_bytes_total": reads.bytes,
             "read_flags_total": reads.flags,
+            "read_misses_total": reads.misses + reads.absent,
             "read_asks_total": reads.asks,
         }
+        figures["hits_total"] += reads.values
+        figures["misses_total"] += reads.misses
     for reason in Reason:
         figures[f"objects_{reason.name.lower()}_total"] = counters.lost[reason]
     for kind, count in node._handlers.requests.items():

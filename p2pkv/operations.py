@@ -44,12 +44,26 @@ from p2pkv.keyed import keyed
 from p2pkv.memory import RegisteredMemory
 from p2pkv.outcomes import name_of
 from p2pkv.parts import Copy, Parts
-from p2pkv.routing import Context, Location, Operation, Place, Reply, Request, Router, Source
+from p2pkv.routing import (
+    ABSENT,
+    ASK,
+    THERE,
+    Context,
+    Known,
+    Location,
+    Operation,
+    Place,
+    Reply,
+    Request,
+    Router,
+    Source,
+)
 from p2pkv.scanning import ScanCursor
 from p2pkv.types import Member
 from p2pkv.wire import Checksums, Kind, PutOptions, Status
 
 _MISS = bytes([Status.MISS])
+_THERE = bytes([THERE])
 
 
 class Operations:
@@ -97,20 +111,21 @@ class Operations:
     def get(self, key: Key, timeout: float | None = None) -> Operation[bytes | None]:
         data = encode_key(key, self.limits)
         ctx = self.context(timeout)
-        value: bytes | None = self._read([data], None)[0]
-        if value is not None:
-            return value
+        known = self._read([data], None)
+        if not known.asks:
+            there: bytes | None = known.results[0]
+            return there
         answer = yield from self._quick_get(ctx, data)
         if answer is not None:
             return None if answer.body.statuses else bytes(answer.frames[0])
-        value = _single((yield from self._ask(ctx, [data], None)))
+        value: bytes | None = _single((yield from self._ask(ctx, [data], None)))
         return value
 
-    def _read(self, keys: list[bytes], targets: list[Parts] | None) -> list[Any]:
+    def _read(self, keys: list[bytes], targets: list[Parts] | None) -> Known:
         """What can be read without asking: values, or their sizes if there are targets."""
         published = self.router.published
         if published is None or self._reading == Checksums.ALL:
-            return [None] * len(keys)
+            return Known.nothing(len(keys))
         return published.get(keys) if targets is None else published.get_into(keys, targets)
 
     def places(self, keys: list[bytes]) -> list[Place | None]:
@@ -131,7 +146,7 @@ class Operations:
         owners = [table.owner(bucket) for bucket in ring.buckets_of(keys, table.bucket_count)]
         return [None if owner is None else published.memory_of(owner) for owner in owners]
 
-    def _read_plain(self, keys: Any, targets: Any) -> list[Any] | None:
+    def _read_plain(self, keys: Any, targets: Any) -> Known | None:
         """``_read`` of arguments that nobody has checked: what is wrong with them is not read.
 
         None: they are no lists of keys and of buffers; nothing was tried.
@@ -197,8 +212,8 @@ class Operations:
         ranges: Iterable[Any] | None = None,
     ) -> Operation[list[int | None]]:
         known = self._read_plain(keys, targets) if ranges is None else None
-        if known is not None and None not in known:
-            return known
+        if known is not None and not known.asks:
+            return known.results
         encoded, memory = encode_keys(keys, self.limits), self.memory
         views = [encode_target(t, memory) for t in targets]
         if len(views) != len(encoded):
@@ -289,10 +304,9 @@ class Operations:
         ctx: Context,
         keys: list[bytes],
         targets: list[Parts] | None,
-        known: list[Any] | None = None,
+        known: Known | None = None,
     ) -> Operation[list[Any]]:
-        results = self._read(keys, targets) if known is None else known
-        left = [i for i, result in enumerate(results) if result is None]
+        results, left = self._read(keys, targets) if known is None else known
         if not left:
             return results
         if len(left) == len(keys):
@@ -440,21 +454,22 @@ class Operations:
             encoded = encode_keys(keys, self.limits)
             return _batch((yield from self._exists(encoded, timeout, True)))
         there = self._there(keys)
-        if there and 0 not in there:
-            return [True] * len(there)
+        if there and ASK not in there:
+            return list(map(bool, there))
         encoded = encode_keys(keys, self.limits)
-        there = there or bytes(len(encoded))
-        left = [i for i, flag in enumerate(there) if not flag]
-        results: list[Any] = [True] * len(encoded)
+        there = there or bytes([ASK]) * len(encoded)
+        left = [i for i, flag in enumerate(there) if flag == ASK]
+        results: list[Any] = [flag == THERE for flag in there]
         if left:
             asked = [encoded[i] for i in left]
             _merge(results, left, (yield from self._exists(asked, timeout, False)))
         return _batch(results)
 
     def _there(self, keys: Iterable[Key]) -> bytes:
-        """For each key 1: it is there, which can be told without asking. Empty: nothing can.
+        """For each key ABSENT, THERE, or ASK where that cannot be told without asking. Empty:
+        nothing can.
 
-        Keys need no check before: one that is wrong is not there.
+        Keys need no check before: one that is wrong is to be asked for.
         """
         if self.router.published is None or not isinstance(keys, list):
             return b""
@@ -470,8 +485,9 @@ class Operations:
 
     def exists(self, key: Key, timeout: float | None = None) -> Operation[bool]:
         data = encode_key(key, self.limits)
-        if 1 in self._there([data]):
-            return True
+        there = self._there([data])
+        if there and there[0] != ASK:
+            return there[0] == THERE
         return bool(_single((yield from self._exists([data], timeout, False))))
 
     def batch_delete(
@@ -523,10 +539,13 @@ class Operations:
     def match_prefix(self, keys: Iterable[Key], timeout: float | None = None) -> Operation[int]:
         """How many keys from the start are there: one message per owner."""
         there = self._there(keys)
-        known = len(there) - len(there.lstrip(b"\1"))
-        if there and known == len(there):
+        known = len(there) - len(there.lstrip(_THERE))
+        is_all = bool(there) and (known == len(there) or there[known] == ABSENT)
+        if is_all and ASK not in there:
             return known
         rest = encode_keys(keys, self.limits)[known:]
+        if is_all:
+            return known
         ctx = self.context(timeout)
         buckets = yield from self._buckets(ctx, rest)
         op = MatchBatch(rest, buckets)

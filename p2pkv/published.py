@@ -1,7 +1,7 @@
 """Reading what nodes on this host publish, without asking them.
 
-A node tells a client, with its memory, where its index lies (see ``_native/index.h``). What is not
-there, or must not be taken from there at the moment, is left to its owner.
+A node tells a client, with its memory, where its index lies (see ``_native/index.h``). What that
+does not tell, or must not be taken from there at the moment, is left to its owner.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from typing import Any, Final
 
 from p2pkv._native.index import Reader
-from p2pkv.routing import Peer, Place
+from p2pkv.routing import ASK, Known, Peer, Place
 from p2pkv.shared_memory import SharedArena
 
 ANY_BYTES: Final = 1 << 62
@@ -19,7 +19,7 @@ ANY_BYTES: Final = 1 << 62
 class Published:
     """The indexes that a client has mapped. For any thread."""
 
-    __slots__ = ("_arenas", "_bytes_max", "_lock", "_reader", "asks", "hits")
+    __slots__ = ("_arenas", "_bytes_max", "_lock", "_reader", "answered", "asks")
 
     def __init__(self, bytes_max: int = ANY_BYTES) -> None:
         """``bytes_max``: values of more bytes together are left to their owners."""
@@ -27,7 +27,7 @@ class Published:
         self._lock = threading.Lock()
         self._arenas: dict[Peer, SharedArena] = {}
         self._reader: Reader | None = None
-        self.hits = 0
+        self.answered = 0
         """Keys that were answered here. Approximate where threads count at once."""
         self.asks = 0
         """Keys that were left to their owners."""
@@ -62,31 +62,32 @@ class Published:
         return len(self._arenas)
 
     def exists(self, keys: list[Any]) -> bytes:
-        """For each key, str or bytes, 1: it is there; 0: ask. Empty: there is no index."""
+        """For each key, str or bytes, ABSENT, THERE or ASK. Empty: there is no index."""
         reader = self._reader
         if reader is None:
             return b""
         flags = reader.exists(keys)
-        self._count(len(keys), flags.count(0))
+        self._count(len(keys), flags.count(ASK))
         return flags
 
-    def get(self, keys: list[bytes]) -> list[bytes | None]:
-        """The values; None: ask."""
+    def get(self, keys: list[bytes]) -> Known:
+        """The values, None for one that is not there."""
         reader = self._reader
         if reader is None:
-            return [None] * len(keys)
-        values = reader.get(keys, self._bytes_max)
-        self._count(len(keys), values.count(None))
-        return values
+            return Known.nothing(len(keys))
+        known = Known(*reader.get(keys, self._bytes_max))
+        self._count(len(keys), len(known.asks))
+        return known
 
-    def get_into(self, keys: list[Any], targets: list[Any]) -> list[int | None]:
-        """The size of each value that is now in its target, one buffer for each; None: ask."""
+    def get_into(self, keys: list[Any], targets: list[Any]) -> Known:
+        """The size of each value that is now in its target, one buffer for each; None for one that
+        is not there."""
         reader = self._reader
         if reader is None:
-            return [None] * len(keys)
-        sizes = reader.get_into(keys, targets, self._bytes_max)
-        self._count(len(keys), sizes.count(None))
-        return sizes
+            return Known.nothing(len(keys))
+        known = Known(*reader.get_into(keys, targets, self._bytes_max))
+        self._count(len(keys), len(known.asks))
+        return known
 
     def places(self, keys: list[bytes]) -> list[Place | None]:
         """Where the values lie; None: ask."""
@@ -105,4 +106,4 @@ class Published:
 
     def _count(self, keys: int, asked: int) -> None:
         self.asks += asked
-        self.hits += keys - asked
+        self.answered += keys - asked

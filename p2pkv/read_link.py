@@ -20,9 +20,14 @@ from p2pkv.routing import Reply, Request
 from p2pkv.stream import SPIN_NS, Closed, Late, configure, parse_endpoint
 from p2pkv.wire import Kind, Status
 
-_DEFERRED = bytes([Status.DEFERRED])
-_FLAGS = bytes.maketrans(bytes([reads.ASK_BYTE]), _DEFERRED)
-"""Turns an answer to EXISTS into statuses."""
+_STATUSES: dict[int, Status] = {
+    0: Status.OK,
+    reads.MISS_BYTE: Status.MISS,
+    reads.ASK_BYTE: Status.DEFERRED,
+}
+"""What a byte of an answer to EXISTS or MATCH means."""
+_FLAGS = bytes(_STATUSES.get(byte, Status.DEFERRED) for byte in range(256))
+_OF_NO_SIZE = {reads.MISS: Status.MISS, reads.ASK: Status.DEFERRED}
 
 
 class ReadLink:
@@ -78,7 +83,7 @@ class ReadLink:
             error, values = self._end.values(table, deadline_ns)
             _check(error)
             return _values(table, values)
-        if max(table) < 0:
+        if table.count(reads.ASK) == len(table):
             return None
         body = _described(table)
         self._scatter(request.sink(body), sum(body.sizes), deadline_ns)
@@ -108,15 +113,15 @@ _KINDS = {Kind.GET: reads.GET, Kind.EXISTS: reads.EXISTS, Kind.MATCH: reads.MATC
 
 
 def _described(sizes: list[int]) -> wire.Values:
-    """What an answer says of its values. Those without are for the owner."""
+    """What an answer says of its values. Those that are DEFERRED are for the owner."""
     if min(sizes) >= 0:
         return wire.Values(b"", sizes, [])
-    statuses = bytes([Status.DEFERRED if size < 0 else 0 for size in sizes])
+    statuses = bytes([_OF_NO_SIZE[size] if size < 0 else Status.OK for size in sizes])
     return wire.Values(statuses, [max(size, 0) for size in sizes], [])
 
 
 def _values(sizes: list[int], values: list[bytes | None]) -> Reply | None:
-    if max(sizes) < 0:
+    if sizes.count(reads.ASK) == len(sizes):
         return None
     return Reply(Kind.VALUES, _described(sizes), [v for v in values if v], 0, values)
 
@@ -128,11 +133,10 @@ def _reply(request: Request, table: Any) -> Reply | None:
             return None
         statuses = table.translate(_FLAGS) if any(table) else b""
         return Reply(Kind.STATUSES, wire.Statuses(statuses), ())
-    if not table:
+    count, of_next = table
+    if count == 0 and of_next == reads.ASK_BYTE:
         return None
-    body: Any = request.body
-    status = Status.DEFERRED if table < len(body.keys) else Status.OK
-    return Reply(Kind.MATCHED, wire.Matched(table, status), ())
+    return Reply(Kind.MATCHED, wire.Matched(count, _STATUSES[of_next]), ())
 
 
 def _check(error: int) -> None:

@@ -38,6 +38,9 @@ ROUTES_PEERS_MAX = 3
 
 NOBODY: Mapping[Peer, bool] = {}
 
+ABSENT, THERE, ASK = range(3)
+"""Whether a key is there, as far as it is known without asking; see ``Reads.exists``."""
+
 T = TypeVar("T")
 
 
@@ -269,17 +272,31 @@ class Place(NamedTuple):
     """The value's bytes are those that were copied if it is of this version still afterwards."""
 
 
+class Known(NamedTuple):
+    """What is known of some keys without asking."""
+
+    results: list[Any]
+    """Of each key; None: it is not there, or its owner is to be asked."""
+    asks: Sequence[int]
+    """The numbers of the keys whose owner is to be asked, in order."""
+
+    @classmethod
+    def nothing(cls, keys: int) -> Known:
+        """Everything is to be asked for."""
+        return cls([None] * keys, range(keys))
+
+
 class Reads(Protocol):
-    """Values that can be read without asking their owners: those of nodes on this host."""
+    """What can be told without asking owners: of keys of nodes on this host."""
 
     def exists(self, keys: list[Any]) -> bytes:
-        """For each key, str or bytes, 1: it is there; 0: ask. Empty: nothing is known."""
+        """For each key, str or bytes, ABSENT, THERE or ASK. Empty: nothing is known."""
 
-    def get(self, keys: list[bytes]) -> list[bytes | None]:
-        """The values; None: ask."""
+    def get(self, keys: list[bytes]) -> Known:
+        """The values."""
 
-    def get_into(self, keys: list[Any], targets: list[Any]) -> list[int | None]:
-        """The size of each value that is now in its target; None: ask."""
+    def get_into(self, keys: list[Any], targets: list[Any]) -> Known:
+        """The size of each value that is now in its target."""
 
     def places(self, keys: list[bytes]) -> list[Place | None]:
         """Where the values lie; None: ask."""

@@ -37,9 +37,12 @@ class Place:
     def writer(self) -> index.Writer:
         return index.Writer(self.mapped()[1], BUCKETS)
 
-    def reader(self) -> index.Reader:
+    def map(self) -> index.Map:
         arena, memory = self.mapped()
-        return index.Reader([index.Map(memory, arena)])
+        return index.Map(memory, arena)
+
+    def reader(self) -> index.Reader:
+        return index.Reader([self.map()])
 
     def close(self) -> None:
         os.close(self._file)

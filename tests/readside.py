@@ -126,12 +126,12 @@ class ReadClient:
         assert error == 0, error
         return values
 
-    def exists(self, *keys: bytes) -> list[bool]:
-        return [not flag for flag in self.ask(reads.EXISTS, *keys)]
+    def exists(self, *keys: bytes) -> list[int]:
+        return list(self.ask(reads.EXISTS, *keys))
 
-    def match(self, *keys: bytes) -> int:
-        count: int = self.ask(reads.MATCH, *keys)
-        return count
+    def match(self, *keys: bytes) -> tuple[int, int]:
+        told: tuple[int, int] = self.ask(reads.MATCH, *keys)
+        return told
 
 
 @contextmanager

@@ -9,15 +9,17 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2pkv import _native
 from p2pkv.errors import ConfigError
 from p2pkv.objects import HEADER_BYTES, Object
+from p2pkv.ring import bucket_of
 from tests.indexside import (
     BUCKETS,
     FOR_EVER,
@@ -35,7 +37,10 @@ pytestmark = pytest.mark.skipif(not _native.available, reason="the native extens
 if _native.available:
     from p2pkv._native import index
 
-THERE, ASK = b"\1", b"\0"
+ABSENT, THERE, ASK = b"\0", b"\1", b"\2"
+
+
+tagged = st.text("{}ab", min_size=1, max_size=40).map(str.encode)
 
 
 @pytest.fixture
@@ -45,18 +50,18 @@ def spot() -> Iterator[Place]:
 
 
 class TestReading:
-    def test_a_published_key_is_there_and_others_are_to_be_asked_for(self, spot: Place) -> None:
+    def test_a_published_key_is_there_and_others_are_not(self, spot: Place) -> None:
         writer, reader = spot.writer(), spot.reader()
         open_all(writer)
         writer.publish([an_object(b"a"), an_object(b"b")])
-        assert reader.exists([b"a", b"c", b"b"]) == THERE + ASK + THERE
+        assert reader.exists([b"a", b"c", b"b"]) == THERE + ABSENT + THERE
         writer.close()
 
     def test_text_is_taken_as_utf8(self, spot: Place) -> None:
         writer, reader = spot.writer(), spot.reader()
         open_all(writer)
         writer.publish([an_object("ä".encode())])
-        assert reader.exists(["ä", "a"]) == THERE + ASK
+        assert reader.exists(["ä", "a"]) == THERE + ABSENT
         writer.close()
 
     @pytest.mark.parametrize("key", [b"", b"k" * 129, 7, None, "\ud800", bytearray(b"a")])
@@ -85,11 +90,12 @@ class TestReading:
             fill(arena, item, bytes([i]) * item.size)
         writer.publish(items)
         targets = [bytearray(1000) for _ in items]
-        assert reader.get_into([o.key for o in items], targets) == [100 * i for i in range(8)]
+        sizes = [100 * i for i in range(8)]
+        assert reader.get_into([o.key for o in items], targets) == (sizes, [])
         assert [bytes(t[: 100 * i]) for i, t in enumerate(targets)] == [
             bytes([i]) * 100 * i for i in range(8)
         ]
-        assert reader.get([b"k3", b"none"], 1 << 20) == [b"\3" * 300, None]
+        assert reader.get([b"k3", b"none"], 1 << 20) == ([b"\3" * 300, None], [])
         writer.close()
 
     def test_places_are_told_of_what_is_there_and_count_as_uses(self, spot: Place) -> None:
@@ -115,7 +121,7 @@ class TestReading:
         item = an_object(b"a", size=100)
         fill(spot.mapped()[0], item, b"x" * 100)
         writer.publish([item])
-        assert reader.get_into([b"a"], [target]) == [None]
+        assert reader.get_into([b"a"], [target]) == ([None], [0])
         writer.close()
 
     def test_a_value_whose_header_changed_is_not_taken(self, spot: Place) -> None:
@@ -126,10 +132,10 @@ class TestReading:
         fill(arena, item, b"12345678")
         writer.publish([item])
         clear(arena, item)
-        assert reader.get([b"a"], 100) == [None]
+        assert reader.get([b"a"], 100) == ([None], [0])
         item.version = 2
         fill(arena, item, b"12345678")
-        assert reader.get_into([b"a"], [bytearray(8)]) == [None]
+        assert reader.get_into([b"a"], [bytearray(8)]) == ([None], [0])
         assert writer.figures().torn == 2
         writer.close()
 
@@ -143,7 +149,7 @@ class TestReading:
             an_object(b"c", end - 32),
         ]
         writer.publish([*items, an_object(b"d", end + (1 << 40))])
-        assert reader.get([b"a", b"b", b"c", b"d"], 1 << 20) == [None] * 4
+        assert reader.get([b"a", b"b", b"c", b"d"], 1 << 20) == ([None] * 4, [0, 1, 2, 3])
         writer.close()
 
     def test_values_beyond_what_is_wanted_together_are_left(self, spot: Place) -> None:
@@ -154,7 +160,7 @@ class TestReading:
         for item in items:
             fill(arena, item, b"v" * 100)
         writer.publish(items)
-        assert reader.get([b"0", b"1", b"2"], 250) == [b"v" * 100, b"v" * 100, None]
+        assert reader.get([b"0", b"1", b"2"], 250) == ([b"v" * 100, b"v" * 100, None], [2])
         writer.close()
 
     def test_the_node_learns_what_was_read(self, spot: Place) -> None:
@@ -167,8 +173,226 @@ class TestReading:
         assert not writer.take_use(item.slot)
         reader.get([b"a"], 100)
         assert (writer.take_use(item.slot), writer.take_use(item.slot)) == (True, False)
-        assert writer.figures().hits == 2
         writer.close()
+
+    def test_what_was_told_is_counted_by_what_was_wanted(self, spot: Place) -> None:
+        writer, reader = spot.writer(), spot.reader()
+        open_all(writer)
+        item = an_object(b"a", size=8)
+        fill(spot.mapped()[0], item, b"12345678")
+        writer.publish([item])
+        reader.exists([b"a", b"x", b"y", b"z", b"k" * 129])
+        reader.get([b"a", b"x"], 100)
+        reader.get_into([b"a", b"x"], [bytearray(8), bytearray(8)])
+        figures = writer.figures()
+        assert (figures.hits, figures.misses, figures.present, figures.absent) == (2, 2, 1, 3)
+        writer.close()
+
+
+class TestMisses:
+    """When a key that is not in the index is told not to be there."""
+
+    def test_only_where_the_gate_of_the_bucket_is_open(self, spot: Place) -> None:
+        writer, reader = spot.writer(), spot.reader()
+        bucket = bucket_of(b"x", BUCKETS)
+        others = array("Q", [FOR_EVER] * BUCKETS)
+        others[bucket] = 0
+        writer.open_gates(others)
+        assert reader.exists([b"x"]) == ASK
+        assert reader.get([b"x"], 100) == ([None], [0])
+        writer.open_gates(array("Q", [FOR_EVER]), bucket)
+        assert reader.exists([b"x"]) == ABSENT
+        assert reader.get([b"x"], 100) == ([None], [])
+        writer.close_gate(bucket)
+        assert reader.exists([b"x"]) == ASK
+        writer.close()
+
+    def test_not_after_the_gate_has_lapsed_or_the_node_has_ended(self, spot: Place) -> None:
+        writer, reader = spot.writer(), spot.reader()
+        open_all(writer, soon(-0.001))
+        assert reader.exists([b"x"]) == ASK
+        open_all(writer)
+        assert reader.exists([b"x"]) == ABSENT
+        writer.close()
+        assert reader.exists([b"x"]) == ASK
+
+    def test_not_while_an_object_of_the_bucket_found_no_room(self) -> None:
+        with place(slots=8) as spot:
+            writer, reader = spot.writer(), spot.reader()
+            open_all(writer)
+            keys = [b"%d" % i for i in range(30)]
+            items = [an_object(k, bucket=bucket_of(k, BUCKETS), version=1) for k in keys]
+            writer.publish(items)
+            out = {item.bucket for item in items if item.slot == index.REFUSED}
+            assert 0 < len(out) < BUCKETS
+            others = [b"other-%d" % i for i in range(100)]
+            told = reader.exists(others)
+            assert {bucket_of(k, BUCKETS) for k, f in zip(others, told, strict=True) if f} == out
+            writer.withdraw(items)
+            assert reader.exists(others) == ABSENT * 100
+            writer.close()
+
+    def test_not_of_a_long_key_whose_objects_keep_no_other_from_it(self, spot: Place) -> None:
+        writer, reader = spot.writer(), spot.reader()
+        open_all(writer)
+        long = b"k" * 129
+        writer.publish([an_object(long, bucket=bucket_of(b"x", BUCKETS))])
+        assert reader.exists([long, b"x"]) == ASK + ABSENT
+        writer.close()
+
+    def test_not_of_an_object_that_has_expired_and_was_not_taken_out(self, spot: Place) -> None:
+        """Its owner may be prolonging its life at this moment."""
+        writer, reader = spot.writer(), spot.reader()
+        open_all(writer)
+        item = an_object(b"x")
+        item.expires_at = soon(-1)
+        writer.publish([item])
+        assert reader.exists([b"x"]) == ASK
+        writer.withdraw([item])
+        assert reader.exists([b"x"]) == ABSENT
+        writer.close()
+
+    def test_not_after_a_publication_failed(self, spot: Place) -> None:
+        writer, reader = spot.writer(), spot.reader()
+        open_all(writer)
+        broken: Any = an_object(b"b")
+        broken.size = "large"
+        with pytest.raises(TypeError):
+            writer.publish([an_object(b"a"), broken])
+        assert reader.exists([b"a", b"x"]) == THERE + ASK
+        writer.close()
+
+    def test_a_target_that_is_none_is_left_to_others_for_a_missing_key_too(
+        self, spot: Place
+    ) -> None:
+        writer, reader = spot.writer(), spot.reader()
+        open_all(writer)
+        targets: list[Any] = [bytearray(8), b"read-only", None]
+        assert reader.get_into([b"x", b"y", b"z"], targets) == ([None] * 3, [1, 2])
+        writer.close()
+
+    def test_of_several_nodes_the_one_that_serves_the_bucket_tells(self) -> None:
+        with place() as one, place() as two:
+            writers = one.writer(), two.writer()
+            reader = index.Reader([one.map(), two.map()])
+            bucket = bucket_of(b"x", BUCKETS)
+            open_all(writers[0])
+            assert reader.exists([b"x"]) == ABSENT
+            writers[0].close_gate(bucket)
+            assert reader.exists([b"x"]) == ASK
+            writers[1].open_gates(array("Q", [FOR_EVER]), bucket)
+            assert reader.exists([b"x"]) == ABSENT
+            writers[1].publish([an_object(b"x", bucket=bucket)])
+            assert reader.exists([b"x"]) == THERE
+            for writer in writers:
+                writer.close()
+
+    def test_a_node_that_has_ended_hides_none_that_serves_its_buckets(self) -> None:
+        with place() as one, place() as two:
+            first, second = one.writer(), two.writer()
+            reader = index.Reader([one.map(), two.map()])
+            open_all(first)
+            open_all(second)
+            first.close()
+            assert reader.exists([b"x"]) == ABSENT
+            assert second.figures().absent == 1
+            second.close()
+
+    @given(key=st.binary(min_size=1, max_size=128) | tagged)
+    def test_the_bucket_is_that_of_the_ring(self, key: bytes) -> None:
+        """Told by which gate it takes to be open."""
+        with place() as spot:
+            writer, reader = spot.writer(), spot.reader()
+            writer.open_gates(array("Q", [FOR_EVER]), bucket_of(key, BUCKETS))
+            assert reader.exists([key]) == ABSENT
+            writer.close()
+
+    def test_a_key_that_is_always_there_is_never_missed(self, spot: Place) -> None:
+        """While another process overwrites it, and puts and deletes others around it."""
+        child = _start(_OVERWRITER, spot)
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+            reader = spot.reader()
+            seen = set()
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                told = reader.exists([b"kept", b"comes-and-goes"] * 50)
+                assert 0 not in told[::2]
+                seen |= set(told[1::2])
+            assert {0, 1} <= seen
+        finally:
+            child.kill()
+            child.wait(10)
+
+    def test_a_key_that_is_away_only_while_the_gate_is_closed_is_never_missed(
+        self, spot: Place
+    ) -> None:
+        """A bucket that goes to another node and comes back, again and again."""
+        child = _start(_MOVER, spot)
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+            reader = spot.reader()
+            seen = set()
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                seen |= set(reader.exists([b"moving"] * 100))
+            assert seen == {1, 2}
+        finally:
+            child.kill()
+            child.wait(10)
+
+
+def _start(program: str, spot: Place) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, spot.path, str(spot.arena_bytes), str(spot.index_bytes)],
+        stdout=subprocess.PIPE,
+        env=os.environ,
+    )
+
+
+_OVERWRITER = """
+import mmap, os, sys, time
+from tests.indexside import BUCKETS, an_object, open_all
+from p2pkv._native import index
+fd = os.open(sys.argv[1], os.O_RDWR)
+memory = mmap.mmap(fd, int(sys.argv[3]), offset=int(sys.argv[2]))
+writer = index.Writer(memory, BUCKETS)
+open_all(writer)
+kept = an_object(b"kept", version=1)
+writer.publish([kept])
+print("ready", flush=True)
+end, version = time.monotonic() + 60, 2
+while time.monotonic() < end:
+    new, other = an_object(b"kept", version=version), an_object(b"comes-and-goes", version=version)
+    others = [an_object(b"%d" % (version + i), version=version) for i in range(9)]
+    writer.publish([new, other, *others])
+    writer.withdraw([kept])
+    kept, version = new, version + 10
+    writer.withdraw([other, *others])
+"""
+
+
+_MOVER = """
+import mmap, os, sys, time
+from array import array
+from tests.indexside import BUCKETS, FOR_EVER, an_object
+from p2pkv.ring import bucket_of
+from p2pkv._native import index
+fd = os.open(sys.argv[1], os.O_RDWR)
+memory = mmap.mmap(fd, int(sys.argv[3]), offset=int(sys.argv[2]))
+writer = index.Writer(memory, BUCKETS)
+print("ready", flush=True)
+end, version, bucket = time.monotonic() + 60, 1, bucket_of(b"moving", BUCKETS)
+while time.monotonic() < end:
+    item = an_object(b"moving", version=version, bucket=bucket)
+    writer.publish([item])
+    writer.open_gates(array("Q", [FOR_EVER]), bucket)
+    version += 1
+    writer.close_gate(bucket)
+    writer.withdraw([item])
+"""
 
 
 class TestGates:
@@ -211,11 +435,7 @@ class TestGates:
 
     def test_a_killed_node_is_not_believed_any_more(self, spot: Place) -> None:
         """The gates are open for ever: the kernel closes them."""
-        child = subprocess.Popen(
-            [sys.executable, "-c", _NODE, spot.path, str(spot.arena_bytes), str(spot.index_bytes)],
-            stdout=subprocess.PIPE,
-            env=os.environ,
-        )
+        child = _start(_NODE, spot)
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"ready\n"
@@ -255,7 +475,7 @@ class TestWriting:
         writer.publish([new])
         assert old.slot == new.slot
         writer.withdraw([old])  # late: another is there
-        assert reader.get([b"a"], 100) == [b"new!"]
+        assert reader.get([b"a"], 100) == ([b"new!"], [])
         assert writer.figures().published == 1
         writer.close()
 
@@ -268,8 +488,8 @@ class TestWriting:
             figures = writer.figures()
             assert 0 < figures.published <= figures.slots == 16
             assert figures.refused == 40 - figures.published
-            shown = bytes(item.slot >= 0 for item in items)
-            assert reader.exists([o.key for o in items]) == shown
+            told = reader.exists([o.key for o in items])
+            assert [flag == 1 for flag in told] == [item.slot >= 0 for item in items]
             writer.withdraw(items)
             assert writer.figures()[1:3] == (0, 0)
             writer.publish(items[:8])
@@ -280,7 +500,7 @@ class TestWriting:
         writer = spot.writer()
         item = an_object(b"k" * 129)
         writer.publish([item])
-        assert (item.slot, writer.figures().refused) == (index.REFUSED, 1)
+        assert (item.slot, writer.figures().refused) == (index.UNFIT, 1)
         writer.withdraw([item])
         assert (item.slot, writer.figures().refused) == (index.NOWHERE, 0)
         writer.close()
@@ -311,7 +531,7 @@ class Machine(RuleBasedStateMachine):
         items = []
         for key in keys:
             self.version += 1
-            item = an_object(key, HEADER_BYTES, 1, self.version, len(key) % BUCKETS)
+            item = an_object(key, HEADER_BYTES, 1, self.version, bucket_of(key, BUCKETS))
             old = self.there.get(key)
             if old is not None and old.slot < 0:
                 self.writer.withdraw([old])
@@ -336,20 +556,25 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def readers_see_what_is_there(self) -> None:
-        keys = sorted(self.there)
-        items = [self.there[key] for key in keys]
-        expected = bytes(o.slot >= 0 and o.bucket in self.open for o in items)
-        assert self.reader.exists(keys) == expected
-        absent = [b"key-%d" % n + b"x" * (n * 3) for n in range(61)]
-        absent = [key for key in absent if key not in self.there]
-        assert not any(self.reader.exists(absent))
+        keys = [b"key-%d" % n + b"x" * (n * 3) for n in range(61)]
+        assert list(self.reader.exists(keys)) == [self.told(key) for key in keys]
+
+    def told(self, key: bytes) -> int:
+        """What a reader is to be told of a key."""
+        bucket, item = bucket_of(key, BUCKETS), self.there.get(key)
+        left_out = any(o.bucket == bucket and o.slot == index.REFUSED for o in self.there.values())
+        if len(key) > index.KEY_BYTES_MAX or bucket not in self.open:
+            return 2
+        if item is not None:
+            return 1 if item.slot >= 0 else 2
+        return 2 if left_out else 0
 
     @invariant()
     def figures_agree(self) -> None:
         figures = self.writer.figures()
         slots = [o.slot for o in self.there.values()]
         assert figures.published == sum(slot >= 0 for slot in slots)
-        assert figures.refused == sum(slot == index.REFUSED for slot in slots)
+        assert figures.refused == sum(slot in (index.REFUSED, index.UNFIT) for slot in slots)
         assert len({s for s in slots if s >= 0}) == figures.published
 
     def teardown(self) -> None:

@@ -25,6 +25,11 @@ TOKEN = bytes(range(16))
 MIB = 1 << 20
 
 
+def matched(count: int, of_next: int) -> int:
+    """The table of an answer to MATCH."""
+    return count | of_next << 32
+
+
 def within(seconds: float = 10.0) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
 
@@ -117,7 +122,7 @@ def test_what_is_left_to_the_owner_is_deferred(linked: Linked, way: Any) -> None
         (get(b"a", b"b"), [-1, -1]),
         (get(b"a", into=[memoryview(bytearray(1))]), [-1]),
         (exists(b"a", b"b"), b"\xff\xff"),
-        (match(b"a"), 0),
+        (match(b"a"), matched(0, reads.ASK_BYTE)),
     ],
     ids=["get", "get into", "exists", "match"],
 )
@@ -129,11 +134,37 @@ def test_if_all_is_left_to_the_owner_there_is_no_answer(
 
 @ways
 def test_flags_tell_of_what_is_there(linked: Linked, way: Any) -> None:
-    link = linked((b"\0\0", b""), (b"\xff\0", b""), (2, b""), (1, b""))
+    link = linked(
+        (b"\0\0", b""),
+        (b"\xff\0", b""),
+        (b"\1\1", b""),
+        (matched(2, 0), b""),
+        (matched(1, reads.ASK_BYTE), b""),
+        (matched(0, reads.MISS_BYTE), b""),
+    )
     assert way(link, exists(b"a", b"b")).body.statuses == b""
     assert way(link, exists(b"a", b"b")).body.statuses == bytes([Status.DEFERRED, Status.OK])
+    assert way(link, exists(b"a", b"b")).body.statuses == bytes([Status.MISS, Status.MISS])
     assert way(link, match(b"a", b"b")).body == wire.Matched(2, Status.OK)
     assert way(link, match(b"a", b"b")).body == wire.Matched(1, Status.DEFERRED)
+    assert way(link, match(b"a", b"b")).body == wire.Matched(0, Status.MISS)
+
+
+@ways
+def test_values_that_are_not_there_are_told(linked: Linked, way: Any) -> None:
+    link = linked(([-2, 2, -1], b"de"), ([-2], b""))
+    reply = way(link, get(b"a", b"b", b"c"))
+    assert reply.values == [None, b"de", None]
+    assert reply.body.statuses == bytes([Status.MISS, Status.OK, Status.DEFERRED])
+    assert way(link, get(b"a")).body.statuses == bytes([Status.MISS])
+
+
+@ways
+def test_nothing_is_written_for_values_that_are_not_there(linked: Linked, way: Any) -> None:
+    targets = [memoryview(bytearray(b"xxx")), memoryview(bytearray(4))]
+    reply = way(linked(([-2, 2], b"de")), get(b"a", b"b", into=targets))
+    assert reply.body.statuses == bytes([Status.MISS, Status.OK])
+    assert [bytes(t) for t in targets] == [b"xxx", b"de\0\0"]
 
 
 def test_a_sink_for_other_sizes_is_refused(linked: Linked) -> None:

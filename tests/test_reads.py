@@ -13,13 +13,16 @@ from errno import EPROTO, ETIMEDOUT
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from indexside import BUCKETS
 from readside import MIB, TOKEN, ReadHost, S, is_closed, request, serving, until, within
 
 from p2pkv import _native
 from p2pkv._native import reads
+from p2pkv.ring import bucket_of
 
 pytestmark = pytest.mark.skipif(not _native.available, reason="the native module was not built")
 
+THERE, MISS, ASK = 0, reads.MISS_BYTE, reads.ASK_BYTE
 LARGE = 24 * MIB
 """More than the buffers of both ends take."""
 
@@ -48,30 +51,40 @@ def test_values_may_be_received_into_buffers(host: ReadHost) -> None:
     assert client.get(b"b") == [b"678"]
 
 
-def test_what_is_not_published_is_left_to_the_owner(host: ReadHost) -> None:
+def test_what_is_not_there_is_told_and_what_is_not_known_left_to_the_owner(host: ReadHost) -> None:
     host.put(b"a", b"1")
-    assert host.client().get(b"x", b"a", b"k" * 1024) == [None, b"1", None]
-    assert host.figures.asks == 2
+    long = b"k" * 1024
+    client = host.client()
+    assert client.ask(reads.GET, b"x", b"a", long) == [reads.MISS, 1, reads.ASK]
+    assert client.end.values([reads.MISS, 1, reads.ASK], within()) == (0, [None, b"1", None])
+    assert client.exists(b"x", b"y", b"a", long) == [MISS, MISS, THERE, ASK]
+    figures = host.figures
+    assert (figures.values, figures.misses, figures.flags, figures.absent) == (1, 1, 1, 2)
+    assert figures.asks == 2
 
 
 def test_exists_and_match_tell_what_is_there(host: ReadHost) -> None:
     for key in (b"a", b"b", b"d"):
         host.put(key, b"1")
     client = host.client()
-    assert client.exists(b"a", b"c", b"d") == [True, False, True]
-    assert client.match(b"a", b"b", b"c", b"d") == 2
-    assert client.match(b"a", b"b") == 2
-    assert client.match(b"c") == 0
+    assert client.exists(b"a", b"c", b"d") == [THERE, MISS, THERE]
+    assert client.match(b"a", b"b", b"c", b"d") == (2, MISS)
+    assert client.match(b"a", b"b") == (2, THERE)
+    assert client.match(b"c") == (0, MISS)
+    assert client.match(b"a", b"k" * 129, b"c") == (1, ASK)
 
 
-def test_behind_a_closed_gate_nothing_is_served(host: ReadHost) -> None:
-    host.put(b"a", b"1", bucket=3)
-    host.put(b"b", b"2", bucket=4)
-    host.writer.close_gate(3)
+def test_behind_a_closed_gate_nothing_is_told(host: ReadHost) -> None:
+    home = bucket_of(b"x", BUCKETS)
+    host.put(b"a", b"1", bucket=home)
+    host.put(b"b", b"2", bucket=(home + 1) % BUCKETS)
+    host.writer.close_gate(home)
     client = host.client()
-    assert client.get(b"a", b"b") == [None, b"2"]
-    assert client.exists(b"a", b"b") == [False, True]
-    assert client.match(b"b", b"a") == 1
+    assert client.get(b"a", b"b", b"x") == [None, b"2", None]
+    assert client.exists(b"a", b"b", b"x") == [ASK, THERE, ASK]
+    assert client.match(b"b", b"a") == (1, ASK)
+    assert client.match(b"b", b"x") == (1, ASK)
+    assert host.figures.misses == 0
 
 
 def test_a_gate_is_shut_once_its_time_has_come(host: ReadHost) -> None:
@@ -79,6 +92,7 @@ def test_a_gate_is_shut_once_its_time_has_come(host: ReadHost) -> None:
     host.open_gates(within(0.05))
     client = host.client()
     until(lambda: client.get(b"a") == [None], "the gate is shut")
+    assert client.exists(b"a", b"x") == [ASK, ASK]
     host.open_gates(within(30))
     assert client.get(b"a") == [b"1"]
 
@@ -86,14 +100,14 @@ def test_a_gate_is_shut_once_its_time_has_come(host: ReadHost) -> None:
 def test_an_expired_value_is_left_to_the_owner(host: ReadHost) -> None:
     host.put(b"a", b"1", expires_at=time.monotonic_ns() - 1)
     host.put(b"b", b"2", expires_at=within(60))
-    assert host.client().get(b"a", b"b") == [None, b"2"]
+    assert host.client().ask(reads.GET, b"a", b"b") == [reads.ASK, 1]
 
 
 def test_a_node_that_has_ended_is_not_served_from(host: ReadHost) -> None:
     host.put(b"a", b"1")
     client = host.client()
     host.writer.close()
-    assert client.get(b"a") == [None]
+    assert client.exists(b"a", b"x") == [ASK, ASK]
 
 
 def test_a_reply_carries_no_more_than_its_limit() -> None:
@@ -155,7 +169,7 @@ def test_who_has_no_token_is_dropped(host: ReadHost, bad: bytes) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        HEAD[:4] + b"\x02" + HEAD[5:],
+        HEAD[:4] + b"\x01" + HEAD[5:],
         HEAD[:5] + b"\x07" + HEAD[6:],
         HEAD[:6] + b"\x01" + HEAD[7:],
         HEAD[:8] + bytes(4) + HEAD[12:],
@@ -370,7 +384,7 @@ def reply(sizes: list[int], *, id: int = 1, payload: int | None = None, kind: in
         reply([1], kind=2),
         reply([1], payload=2),
         reply([MIB + 1]),
-        reply([-2]),
+        reply([-3]),
         b"\xff" * 64,
     ],
     ids=["keys", "id", "kind", "payload", "too large", "size", "garbage"],
@@ -381,6 +395,26 @@ def test_a_reply_that_makes_no_sense_is_refused(bad: bytes) -> None:
         end = reads.ReadEnd(a.fileno(), MIB, 0)
         assert end.ask(reads.GET, [b"k"], within()) == 0
         b.sendall(bad)
+        assert end.table(within(5)) == (EPROTO, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        (reads.EXISTS, b"\x02"),
+        (reads.MATCH, bytes([1, 0, 0, 0, 1, 0, 0, 0])),
+        (reads.MATCH, bytes([0, 0, 0, 0, 0, 0, 0, 0])),
+        (reads.MATCH, bytes([2, 0, 0, 0, 0, 0, 0, 0])),
+        (reads.MATCH, bytes([0, 0, 0, 0, 2, 0, 0, 0])),
+    ],
+    ids=["flag", "a next one behind the last", "no next one", "matches", "flag of the next"],
+)
+def test_flags_that_make_no_sense_are_refused(kind: int, table: bytes) -> None:
+    a, b = socket.socketpair()
+    with a, b:
+        end = reads.ReadEnd(a.fileno(), MIB, 0)
+        assert end.ask(kind, [b"k"], within()) == 0
+        b.sendall(reply([0], kind=kind)[:24] + table)
         assert end.table(within(5)) == (EPROTO, None)
 
 
@@ -401,7 +435,7 @@ def expected(data: bytes) -> int:
     if len(data) < 16:
         return 0
     body, count = (int.from_bytes(data[a:b], "little") for a, b in ((0, 4), (8, 12)))
-    sane = data[4] == 1 and data[5] in (1, 2, 3) and data[6:8] == b"\0\0"
+    sane = data[4] == reads.PROTOCOL and data[5] in (1, 2, 3) and data[6:8] == b"\0\0"
     if not sane or not 1 <= count <= 4096 or not 3 * count <= body <= 4096 * 1026:
         return -1
     if len(data) < 16 + body:

@@ -292,6 +292,49 @@ int p2pkv_index_find(const struct p2pkv_index *index, const struct p2pkv_key *ke
     return result;
 }
 
+/* What stands in the first {...} of a key, or all of it; an empty or unclosed one does not count. */
+static const uint8_t *routed(const struct p2pkv_key *key, size_t *n) {
+    const uint8_t *bytes = (const void *)key->word;
+    const uint8_t *open = memchr(bytes, '{', key->bytes), *end = bytes + key->bytes;
+    const uint8_t *close = open ? memchr(open, '}', (size_t)(end - open)) : NULL;
+    if (close == NULL || close == open + 1) {
+        *n = key->bytes;
+        return bytes;
+    }
+    *n = (size_t)(close - open - 1);
+    return open + 1;
+}
+
+uint32_t p2pkv_bucket_of(const struct p2pkv_key *key, uint32_t buckets) {
+    size_t n;
+    const uint8_t *bytes = routed(key, &n);
+    return (uint32_t)p2pkv_hash_short(bytes, n) & (buckets - 1);
+}
+
+/* The key cannot have been there all the time: a slot that was not left, or written in place, would
+ * have been seen. An object that is left out is counted before anybody is told of it, and one that is
+ * in the index stays there until it leaves. So without such when this begins there was a moment
+ * without the key, and as nobody closed the gate, the node spoke for the bucket then. */
+int p2pkv_index_absent(const struct p2pkv_index *index, const struct p2pkv_key *key,
+                       struct p2pkv_entry *entry) {
+    struct p2pkv_entry other;
+    uint32_t bucket = p2pkv_bucket_of(key, index->buckets);
+    if (bucket >= index->buckets)
+        return 0;
+    const struct p2pkv_gate *gate = &p2pkv_gates(index)[bucket];
+    uint32_t closings = atomic_load_explicit(&gate->closings, memory_order_acquire);
+    entry->serve_until = atomic_load_explicit(&gate->serve_until, memory_order_acquire);
+    entry->expires_at = 0;
+    if (entry->serve_until == 0 ||
+        atomic_load_explicit(&gate->unpublished, memory_order_acquire) ||
+        atomic_load_explicit(&index->broken, memory_order_acquire))
+        return 0;
+    if (p2pkv_index_find(index, key, &other) != 0)
+        return 0;
+    atomic_thread_fence(memory_order_acquire);
+    return READ(&gate->closings) == closings;
+}
+
 int p2pkv_entry_unchanged(const struct p2pkv_entry *entry, const void *arena) {
     struct value_header header;
     atomic_thread_fence(memory_order_acquire);
@@ -427,6 +470,6 @@ void p2pkv_index_close_gate(uintptr_t memory, uint32_t bucket) {
     if (bucket >= index->buckets)
         return;
     struct p2pkv_gate *gate = &p2pkv_gates(index)[bucket];
-    WRITE(&gate->closings, READ(&gate->closings) + 1);
     atomic_store_explicit(&gate->serve_until, 0, memory_order_seq_cst);
+    atomic_store_explicit(&gate->closings, READ(&gate->closings) + 1, memory_order_seq_cst);
 }

@@ -15,6 +15,9 @@
  * read between them, too. That moment is when the read takes place (its linearization point); it
  * counts if by a clock that is read afterwards the gate was still open and the node alive.
  *
+ * A key that stands in none of its slots is not there if its bucket's gate was open, without an
+ * interruption, from before the slots were looked at, and no object of the bucket was left out then.
+ *
  * Readers in the node's process that use a value where it lies `hold` it: the store frees no extent
  * of which `p2pkv_index_held` is true. Others copy, and look at the value's header afterwards.
  */
@@ -24,7 +27,7 @@
 #include <stdint.h>
 
 enum {
-    P2PKV_INDEX_LAYOUT = 1,
+    P2PKV_INDEX_LAYOUT = 2,
     P2PKV_INDEX_KEY_MAX = 128, /* longer keys are not published */
     P2PKV_INDEX_KEY_WORDS = P2PKV_INDEX_KEY_MAX / 8,
     P2PKV_INDEX_WAYS = 8,
@@ -46,16 +49,19 @@ struct p2pkv_index {
     _Alignas(64) unsigned char mutex[64];
     _Atomic uint32_t alive_at;    /* offset of the mutex's word */
     _Atomic uint32_t alive_value; /* what it reads while the node lives; 0: closed */
-    _Alignas(64) _Atomic uint64_t hits; /* values read, keys seen to be there */
+    _Alignas(64) _Atomic uint64_t hits; /* values read */
+    _Atomic uint64_t misses;            /* values that were wanted and are not there */
+    _Atomic uint64_t present, absent;   /* keys seen to be there, and not to be there */
     _Atomic uint64_t torn;              /* values that changed while they were copied */
     _Alignas(64) _Atomic uint64_t published;
     _Atomic uint64_t refused; /* objects that are not, for want of room or by their key's length */
+    _Atomic uint32_t broken;  /* some may be missing without having been counted */
 };
 
 struct p2pkv_gate {
     _Atomic uint64_t serve_until; /* CLOCK_MONOTONIC, ns: nobody else serves the bucket before; 0: closed */
-    _Atomic uint32_t unpublished; /* objects of the bucket that are not in the index */
-    _Atomic uint32_t closings;
+    _Atomic uint32_t unpublished; /* objects of the bucket that found no room in the index */
+    _Atomic uint32_t closings;    /* how often it was closed; rises after `serve_until` is 0 */
 };
 
 struct p2pkv_slot {
@@ -112,10 +118,18 @@ int p2pkv_key_set(struct p2pkv_key *key, const void *bytes, size_t length);
 /* Brings the tags of the first group up ahead of `find`. */
 void p2pkv_index_prefetch(const struct p2pkv_index *index, const struct p2pkv_key *key);
 
-/* 1, with the entry, if the key is there: it counts only if `fresh` afterwards. 0: it is not there,
- * which tells nothing unless all objects of its bucket are published. -1: ask again or the owner. */
+/* 1, with the entry, if the key is there: it counts only if `fresh` afterwards. 0: it is not in the
+ * index, which tells nothing, see `absent`. -1: ask again or the owner. */
 int p2pkv_index_find(const struct p2pkv_index *index, const struct p2pkv_key *key,
                      struct p2pkv_entry *entry);
+
+/* Whether the node that serves the key's bucket had no such key at one moment since the call began.
+ * It counts only if `fresh` afterwards; of the entry only what that looks at is set. */
+int p2pkv_index_absent(const struct p2pkv_index *index, const struct p2pkv_key *key,
+                       struct p2pkv_entry *entry);
+
+/* The bucket of a key, as in ring.py. */
+uint32_t p2pkv_bucket_of(const struct p2pkv_key *key, uint32_t buckets);
 
 /* The clock for `fresh`, to be read after `find`; 0 if the node is not alive any more. */
 uint64_t p2pkv_index_now(const struct p2pkv_index *index);

@@ -29,7 +29,9 @@ STREAMING_MIN: Final = 1 << 20
 NOWHERE: Final = -2
 """``slot`` of an object that is not published."""
 REFUSED: Final = -1
-"""``slot`` of one that was to be, but has a long key or found no room."""
+"""``slot`` of one that was to be, but found no room."""
+UNFIT: Final = -3
+"""``slot`` of one whose key is long."""
 
 _ffi, _lib = _native.core
 _MAP = Struct("@NNQ")
@@ -53,14 +55,22 @@ def bytes_for(slots: int, buckets: int) -> int:
 
 
 class Figures(NamedTuple):
-    """An index at one moment; ``hits`` and ``torn`` are sums over all readers."""
+    """An index at one moment; from ``hits`` on, sums over all readers."""
 
     slots: int
     published: int
     refused: int
     """Objects that are not published, for want of room or because of their key's length."""
     hits: int
+    """Values that were read, or whose place was told."""
+    misses: int
+    """Values that were to be read, and were not there."""
+    present: int
+    """Keys that were seen to be there."""
+    absent: int
+    """Keys that were seen not to be there."""
     torn: int
+    """Values that changed while they were copied."""
 
 
 class Writer:
@@ -80,7 +90,11 @@ class Writer:
             raise ConfigError(f"index of {len(self._hold)} bytes: {os.strerror(_ffi.errno)}")
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Objects of the store, just committed or changed; sets their ``slot``."""
+        """Objects of the store, just committed or changed; sets their ``slot``.
+
+        Each is to be withdrawn once it has left, but not before what takes the place of its key was
+        published: so a key that is there all the time is in the index all the time.
+        """
         _publish(self.address, objects)
 
     def withdraw(self, objects: Iterable[Any]) -> None:
@@ -147,8 +161,10 @@ class Map:
 class Reader:
     """Reads by the indexes of several nodes, without asking them. Immutable; for any thread.
 
-    Keys may be str (UTF-8) or bytes. What is not in an index, or must not be taken from there at
-    the moment, is left to the owner; so is everything that is wrong with a key or a target.
+    Keys may be str (UTF-8) or bytes. What an index does not tell, or must not be taken from there
+    at the moment, is left to the owner; so is everything that is wrong with a key or a target. An
+    index tells that a key is not there, if it is not long, its node serves the bucket, and there
+    was room for all objects of that.
     """
 
     __slots__ = ("_packed", "maps")
@@ -158,7 +174,7 @@ class Reader:
         self._packed = b"".join(m.packed for m in self.maps)
 
     def exists(self, keys: list[Any]) -> bytes:
-        """For each key 1: it is there; 0: ask its owner."""
+        """A byte for each key: 0: it is not there; 1: it is; 2: ask its owner."""
         result: bytes = _exists(self._packed, keys)
         return result
 
@@ -178,13 +194,14 @@ class Reader:
         bytes_max: int = 1 << 62,
         threads: int = 1,
         streaming_min: int = STREAMING_MIN,
-    ) -> list[int | None]:
-        """Copies values into writable buffers: the size of each, or None: ask its owner.
+    ) -> tuple[list[int | None], list[int]]:
+        """Copies values into writable buffers: the size of each, None if it is not there; and the
+        numbers of the keys whose owners are to be asked.
 
         Copies up to ``bytes_max`` bytes together.
-        A target of which None is told may have been written to.
+        A target whose owner is to be asked may have been written to.
         """
-        result: list[int | None] = _get_into(
+        result: tuple[list[int | None], list[int]] = _get_into(
             self._packed, keys, targets, bytes_max, threads, streaming_min
         )
         return result
@@ -195,7 +212,10 @@ class Reader:
         bytes_max: int,
         threads: int = 1,
         streaming_min: int = STREAMING_MIN,
-    ) -> list[bytes | None]:
-        """Values of up to ``bytes_max`` bytes together; None: ask the owner."""
-        result: list[bytes | None] = _get(self._packed, keys, bytes_max, threads, streaming_min)
+    ) -> tuple[list[bytes | None], list[int]]:
+        """Values of up to ``bytes_max`` bytes together, None for what is not there; and the
+        numbers of the keys whose owners are to be asked."""
+        result: tuple[list[bytes | None], list[int]] = _get(
+            self._packed, keys, bytes_max, threads, streaming_min
+        )
         return result

@@ -23,7 +23,7 @@ enum {
 
 /* -- writing: objects of the store, by their attributes */
 
-enum { REFUSED = -1, NOWHERE = -2 }; /* values of Object.slot */
+enum { REFUSED = -1, NOWHERE = -2, UNFIT = -3 }; /* values of Object.slot */
 
 struct names {
     PyObject *key, *bucket, *offset, *size, *version, *expires_at, *slot, *options, *write_once;
@@ -110,13 +110,20 @@ static int key_of(PyObject *object, struct p2pkv_key *key) {
     return p2pkv_key_set(key, bytes, (size_t)length);
 }
 
-static void count_unpublished(struct p2pkv_index *index, uint32_t bucket, int change) {
+/* An object's slot is not what it was. Of those that are not in the index its bucket counts only what
+ * somebody may look for. */
+static void count_unpublished(struct p2pkv_index *index, uint32_t bucket, long long before,
+                              long long now) {
+    int refused = (now == REFUSED) - (before == REFUSED);
+    int all = refused + (now == UNFIT) - (before == UNFIT);
     if (bucket >= index->buckets)
         return;
-    _Atomic uint32_t *count = &p2pkv_gates(index)[bucket].unpublished;
-    atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + (uint32_t)change,
-                          memory_order_seq_cst);
-    atomic_fetch_add_explicit(&index->refused, (uint64_t)(int64_t)change, memory_order_relaxed);
+    if (refused) {
+        _Atomic uint32_t *count = &p2pkv_gates(index)[bucket].unpublished;
+        uint32_t counted = atomic_load_explicit(count, memory_order_relaxed);
+        atomic_store_explicit(count, counted + (uint32_t)refused, memory_order_seq_cst);
+    }
+    atomic_fetch_add_explicit(&index->refused, (uint64_t)(int64_t)all, memory_order_relaxed);
 }
 
 static int publish_one(struct p2pkv_index *index, PyObject *object, const struct names *n) {
@@ -129,12 +136,14 @@ static int publish_one(struct p2pkv_index *index, PyObject *object, const struct
     if (name == NULL)
         return -1;
     int64_t slot = REFUSED;
-    if (entry.bucket < index->buckets && key_of(name, &key))
+    if (!key_of(name, &key))
+        slot = UNFIT;
+    else if (entry.bucket < index->buckets)
         slot = p2pkv_index_publish(index, &key, &entry);
     Py_DECREF(name);
     if (slot == before)
         return 0;
-    count_unpublished(index, entry.bucket, (slot == REFUSED) - (before == REFUSED));
+    count_unpublished(index, entry.bucket, before, slot);
     return set_slot(object, n, slot);
 }
 
@@ -152,7 +161,7 @@ static int withdraw_one(struct p2pkv_index *index, PyObject *object, const struc
     } else {
         if (number_of(object, n->bucket, &bucket))
             return -1;
-        count_unpublished(index, (uint32_t)bucket, -1);
+        count_unpublished(index, (uint32_t)bucket, slot, NOWHERE);
     }
     return set_slot(object, n, NOWHERE);
 }
@@ -176,8 +185,13 @@ static PyObject *for_each(size_t memory, PyObject *objects, step one) {
     Py_RETURN_NONE;
 }
 
+/* Where this fails, what is not in the index is not counted: from then on it tells of hits only. */
 static PyObject *publish(size_t memory, PyObject *objects) {
-    return for_each(memory, objects, publish_one);
+    struct p2pkv_index *index = (void *)memory;
+    PyObject *done = for_each(memory, objects, publish_one);
+    if (done == NULL)
+        atomic_store_explicit(&index->broken, 1, memory_order_seq_cst);
+    return done;
 }
 
 static PyObject *withdraw(size_t memory, PyObject *objects) {
@@ -222,15 +236,17 @@ static PyObject *take_use(size_t memory, long long at) {
     Py_RETURN_TRUE;
 }
 
-/* Figures of the index: slots, published, refused, hits, torn. */
+static unsigned long long figure(_Atomic uint64_t *counted) {
+    return atomic_load_explicit(counted, memory_order_relaxed);
+}
+
+/* Figures of the index, in the order of index.py's Figures. */
 static PyObject *figures(size_t memory) {
     struct p2pkv_index *index = (void *)memory;
-    return Py_BuildValue(
-        "KKKKK", (unsigned long long)(index->groups * P2PKV_INDEX_WAYS),
-        (unsigned long long)atomic_load_explicit(&index->published, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&index->refused, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&index->hits, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&index->torn, memory_order_relaxed));
+    return Py_BuildValue("KKKKKKKK", (unsigned long long)(index->groups * P2PKV_INDEX_WAYS),
+                         figure(&index->published), figure(&index->refused), figure(&index->hits),
+                         figure(&index->misses), figure(&index->present), figure(&index->absent),
+                         figure(&index->torn));
 }
 
 /* -- reading: the indexes of all nodes of the host */
@@ -248,7 +264,8 @@ struct maps {
 
 struct found {
     struct p2pkv_entry entry;
-    const struct map *map; /* NULL: the owner is to be asked */
+    const struct map *map; /* whose word it is; NULL: the owner is to be asked */
+    int there;             /* 0: the map's node serves the bucket, and has no such key */
 };
 
 static int maps_of(PyObject *packed, struct maps *maps) {
@@ -266,8 +283,17 @@ static void find_one(const struct maps *maps, const struct p2pkv_key *key, struc
         if (p2pkv_index_find(maps->map[m].index, key, &found->entry) > 0 &&
             found->entry.serve_until) {
             found->map = &maps->map[m];
+            found->there = 1;
             return;
         }
+    for (size_t m = 0; m < maps->count; m++) {
+        struct p2pkv_index *index = maps->map[m].index;
+        if (p2pkv_index_absent(index, key, &found->entry) &&
+            (m + 1 == maps->count || p2pkv_entry_fresh(&found->entry, p2pkv_index_now(index)))) {
+            found->map = &maps->map[m]; /* and not one that served the bucket before the others */
+            return;
+        }
+    }
 }
 
 /* What stands where, for `n` keys from `first` on. */
@@ -276,6 +302,7 @@ static void find_chunk(const struct maps *maps, PyObject *keys, Py_ssize_t first
     struct p2pkv_key chunk[CHUNK];
     for (Py_ssize_t i = 0; i < n; i++) {
         found[i].map = NULL;
+        found[i].there = 0;
         if (!key_of(PyList_GetItem(keys, first + i), &chunk[i]))
             chunk[i].bytes = 0;
         else if (maps->count)
@@ -295,28 +322,37 @@ static void keep_fresh(const struct maps *maps, struct found *found, Py_ssize_t 
             if (found[i].map != map)
                 continue;
             const struct p2pkv_entry *entry = &found[i].entry;
-            int within = entry->offset >= P2PKV_VALUE_HEADER && entry->offset <= map->arena_bytes &&
-                         entry->size <= map->arena_bytes - entry->offset;
+            int within = !found[i].there || (entry->offset >= P2PKV_VALUE_HEADER &&
+                                             entry->offset <= map->arena_bytes &&
+                                             entry->size <= map->arena_bytes - entry->offset);
             if (!within || !p2pkv_entry_fresh(entry, now))
                 found[i].map = NULL;
         }
     }
 }
 
-static void count_reads(const struct maps *maps, const struct found *found, Py_ssize_t n,
-                        const uint32_t *torn) {
+static void count(_Atomic uint64_t *counted, uint64_t n) {
+    if (n)
+        atomic_fetch_add_explicit(counted, n, memory_order_relaxed);
+}
+
+/* What was answered, by whose word: values, or whether keys are there. */
+static void count_answers(const struct maps *maps, const struct found *found, Py_ssize_t n,
+                          int values) {
     for (size_t m = 0; m < maps->count; m++) {
-        uint64_t hits = 0;
+        struct p2pkv_index *index = maps->map[m].index;
+        uint64_t of[2] = {0, 0};
         for (Py_ssize_t i = 0; i < n; i++)
-            hits += found[i].map == &maps->map[m];
-        if (hits)
-            atomic_fetch_add_explicit(&maps->map[m].index->hits, hits, memory_order_relaxed);
-        if (torn && torn[m])
-            atomic_fetch_add_explicit(&maps->map[m].index->torn, torn[m], memory_order_relaxed);
+            if (found[i].map == &maps->map[m])
+                of[found[i].there]++;
+        count(values ? &index->misses : &index->absent, of[0]);
+        count(values ? &index->hits : &index->present, of[1]);
     }
 }
 
-/* A byte for each key of a list: 1 is there, 0 ask its owner. */
+enum { ABSENT, THERE, ASK }; /* as in routing.py */
+
+/* A byte for each key of a list. */
 static PyObject *exists(PyObject *packed, PyObject *keys) {
     struct maps maps;
     struct found found[CHUNK];
@@ -331,9 +367,9 @@ static PyObject *exists(PyObject *packed, PyObject *keys) {
         Py_ssize_t some = n - first < CHUNK ? n - first : CHUNK;
         find_chunk(&maps, keys, first, some, found);
         keep_fresh(&maps, found, some);
-        count_reads(&maps, found, some, NULL);
+        count_answers(&maps, found, some, 0);
         for (Py_ssize_t i = 0; i < some; i++)
-            flags[first + i] = found[i].map != NULL;
+            flags[first + i] = found[i].map == NULL ? ASK : found[i].there ? THERE : ABSENT;
     }
     return result;
 }
@@ -346,7 +382,6 @@ struct reading {
     struct iovec *to, *from;
     uint64_t bytes;
     size_t count;
-    uint32_t *torn;
     int threads;
     uint64_t streaming_min;
 };
@@ -354,7 +389,6 @@ struct reading {
 static void reading_free(struct reading *r) {
     PyMem_Free(r->found);
     PyMem_Free(r->to);
-    PyMem_Free(r->torn);
 }
 
 static int reading_begin(struct reading *r, PyObject *packed, PyObject *keys) {
@@ -364,8 +398,7 @@ static int reading_begin(struct reading *r, PyObject *packed, PyObject *keys) {
     size_t n = (size_t)r->n;
     r->found = PyMem_Calloc(n + 1, sizeof(*r->found));
     r->to = PyMem_Calloc(n + 1, 2 * sizeof(*r->to));
-    r->torn = PyMem_Calloc(r->maps.count + 1, sizeof(*r->torn));
-    if (r->found == NULL || r->to == NULL || r->torn == NULL) {
+    if (r->found == NULL || r->to == NULL) {
         reading_free(r);
         PyErr_NoMemory();
         return -1;
@@ -484,20 +517,38 @@ static void reading_run(struct reading *r) {
     reading_copy(r);
     for (Py_ssize_t i = 0; i < r->n; i++) {
         const struct map *map = r->found[i].map;
-        if (map == NULL)
+        if (map == NULL || !r->found[i].there)
             continue;
         if (p2pkv_entry_unchanged(&r->found[i].entry, map->arena)) {
             p2pkv_index_use(map->index, &r->found[i].entry);
         } else {
-            r->torn[map - r->maps.map]++;
+            count(&map->index->torn, 1);
             r->found[i].map = NULL;
         }
     }
-    count_reads(&r->maps, r->found, r->n, r->torn);
+    count_answers(&r->maps, r->found, r->n, 1);
 }
 
-/* The size of each value that was copied to its target; None: ask its owner, also for what is wrong
- * with the target. */
+/* (`results`, the numbers of the keys whose owner is to be asked), or NULL. Takes `results`. */
+static PyObject *with_asks(const struct reading *r, PyObject *results) {
+    PyObject *asks = results ? PyList_New(0) : NULL, *both = NULL;
+    int failed = asks == NULL;
+    for (Py_ssize_t i = 0; i < r->n && !failed; i++) {
+        if (r->found[i].map != NULL)
+            continue;
+        PyObject *number = PyLong_FromSsize_t(i);
+        failed = number == NULL || PyList_Append(asks, number);
+        Py_XDECREF(number);
+    }
+    if (!failed)
+        both = Py_BuildValue("OO", results, asks);
+    Py_XDECREF(results);
+    Py_XDECREF(asks);
+    return both;
+}
+
+/* The size of each value that was copied to its target, None: it is not there; and whose owners are to
+ * be asked, also for what is wrong with the target. */
 static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets,
                           unsigned long long bytes_max, int threads,
                           unsigned long long streaming_min) {
@@ -513,7 +564,7 @@ static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets,
     }
     for (Py_ssize_t i = 0; i < r.n; i++) {
         struct found *found = &r.found[i];
-        if (found->map == NULL || found->entry.size > bytes_max - r.bytes) {
+        if (found->map == NULL || (found->there && found->entry.size > bytes_max - r.bytes)) {
             found->map = NULL;
             continue;
         }
@@ -522,9 +573,9 @@ static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets,
         if (target == NULL || PyObject_GetBuffer(target, &buffers[i], PyBUF_WRITABLE)) {
             PyErr_Clear();
             found->map = NULL;
-        } else if ((uint64_t)buffers[i].len < found->entry.size) {
+        } else if (found->there && (uint64_t)buffers[i].len < found->entry.size) {
             found->map = NULL;
-        } else {
+        } else if (found->there) {
             reading_add(&r, found, buffers[i].buf);
         }
         Py_XDECREF(target);
@@ -535,7 +586,7 @@ static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets,
     result = PyList_New(r.n);
     for (Py_ssize_t i = 0; i < r.n && result != NULL; i++) {
         PyObject *size;
-        if (r.found[i].map != NULL) {
+        if (r.found[i].map != NULL && r.found[i].there) {
             size = PyLong_FromUnsignedLongLong(r.found[i].entry.size);
         } else {
             Py_INCREF(Py_None);
@@ -544,6 +595,7 @@ static PyObject *get_into(PyObject *packed, PyObject *keys, PyObject *targets,
         if (size == NULL || PyList_SetItem(result, i, size))
             Py_CLEAR(result);
     }
+    result = with_asks(&r, result);
 end:
     for (Py_ssize_t i = 0; buffers != NULL && i < r.n; i++)
         PyBuffer_Release(&buffers[i]); /* does nothing for one that was not taken */
@@ -552,7 +604,7 @@ end:
     return result;
 }
 
-/* The values as bytes; None: ask the owner. */
+/* The values as bytes, None: it is not there; and whose owners are to be asked. */
 static PyObject *get(PyObject *packed, PyObject *keys, unsigned long long bytes_max, int threads,
                      unsigned long long streaming_min) {
     struct reading r;
@@ -562,12 +614,13 @@ static PyObject *get(PyObject *packed, PyObject *keys, unsigned long long bytes_
     for (Py_ssize_t i = 0; i < r.n && result != NULL; i++) {
         struct found *found = &r.found[i];
         PyObject *value = Py_None;
-        if (found->map != NULL && found->entry.size <= bytes_max - r.bytes) {
+        if (found->map != NULL && found->there && found->entry.size <= bytes_max - r.bytes) {
             value = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)found->entry.size);
             if (value != NULL)
                 reading_add(&r, found, PyBytes_AsString(value));
         } else {
-            found->map = NULL;
+            if (found->there)
+                found->map = NULL;
             Py_INCREF(value);
         }
         if (value == NULL || PyList_SetItem(result, i, value))
@@ -583,6 +636,7 @@ static PyObject *get(PyObject *packed, PyObject *keys, unsigned long long bytes_
             if (PyList_SetItem(result, i, Py_None))
                 Py_CLEAR(result);
         }
+    result = with_asks(&r, result);
     reading_free(&r);
     return result;
 }
@@ -600,7 +654,10 @@ static PyObject *places(PyObject *packed, PyObject *keys) {
         Py_ssize_t some = n - first < CHUNK ? n - first : CHUNK;
         find_chunk(&maps, keys, first, some, found);
         keep_fresh(&maps, found, some);
-        count_reads(&maps, found, some, NULL);
+        for (Py_ssize_t i = 0; i < some; i++)
+            if (!found[i].there)
+                found[i].map = NULL;
+        count_answers(&maps, found, some, 1);
         for (Py_ssize_t i = 0; i < some && result != NULL; i++) {
             const struct map *map = found[i].map;
             const struct p2pkv_entry *entry = &found[i].entry;

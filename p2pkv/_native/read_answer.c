@@ -90,19 +90,27 @@ static struct lookup begin(const struct p2pkv_index *index, const struct read_re
     return lookup;
 }
 
+enum told { THERE, ABSENT, ASK };
+
 /* Key `i`, which is the one after that of the call before. */
-static int find(struct lookup *lookup, size_t i, struct p2pkv_entry *entry) {
-    int found = lookup->fits[i % AHEAD] &&
-                p2pkv_index_find(lookup->index, &lookup->keys[i % AHEAD], entry);
+static enum told find(struct lookup *lookup, size_t i, struct p2pkv_entry *entry) {
+    const struct p2pkv_key *key = &lookup->keys[i % AHEAD];
+    enum told told = ASK;
+    if (lookup->fits[i % AHEAD]) {
+        if (p2pkv_index_find(lookup->index, key, entry) > 0)
+            told = THERE;
+        else if (p2pkv_index_absent(lookup->index, key, entry))
+            told = ABSENT;
+    }
     if (lookup->next < lookup->request->count)
         prepare(lookup);
-    return found;
+    return told;
 }
 
 /* -- answering */
 
 /* What holds when a request has been looked up. One that was found was there at a moment after
- * `began`; it may be served if `until`, the first end of a gate or a value among all, has not come
+ * `began`, one that was absent was not; it may be told if `until`, the first end of a gate or a value among all, has not come
  * when everything is looked up. So a process that was stopped in between serves nothing. */
 struct moment {
     uint64_t began, until;
@@ -112,14 +120,17 @@ static struct moment begin_moment(const struct read_server *server) {
     return (struct moment){p2pkv_index_now(server->index), UINT64_MAX};
 }
 
-static int is_fresh(struct moment *moment, const struct p2pkv_entry *entry) {
-    if (!p2pkv_entry_fresh(entry, moment->began))
-        return 0;
+/* What is told of a key, from when on `until` has to be minded. */
+static enum told look(struct lookup *lookup, size_t i, struct moment *moment,
+                      struct p2pkv_entry *entry) {
+    enum told told = find(lookup, i, entry);
+    if (told == ASK || !p2pkv_entry_fresh(entry, moment->began))
+        return ASK;
     if (entry->serve_until < moment->until)
         moment->until = entry->serve_until;
     if (entry->expires_at && entry->expires_at < moment->until)
         moment->until = entry->expires_at;
-    return 1;
+    return told;
 }
 
 static int still_fresh(const struct read_server *server, const struct moment *moment) {
@@ -127,12 +138,17 @@ static int still_fresh(const struct read_server *server, const struct moment *mo
     return now && now < moment->until;
 }
 
-static void note(struct read_server *server, const struct read_request *request, size_t hits,
-                 size_t asks, uint64_t payload) {
+/* How many keys of a request were told what. */
+typedef size_t tally[ASK + 1];
+
+static void note(struct read_server *server, const struct read_request *request,
+                 const tally told, uint64_t payload) {
     struct figures *figures = &server->figures;
+    int values = request->kind == READ_GET;
     count(&figures->requests, 1);
-    count(request->kind == READ_GET ? &figures->values : &figures->flags, hits);
-    count(&figures->asks, asks);
+    count(values ? &figures->values : &figures->flags, told[THERE]);
+    count(values ? &figures->misses : &figures->absent, told[ABSENT]);
+    count(&figures->asks, told[ASK]);
     count(&figures->bytes, payload);
 }
 
@@ -154,64 +170,67 @@ static int add_value(const struct read_server *server, struct reply *reply, uint
     return 1;
 }
 
+static void put_match(uint8_t *table, size_t hits, uint32_t next) {
+    put_le(table, hits, 4);
+    put_le(table + 4, next, 4);
+}
+
 /* All of it is for the owner to answer. */
 static void give_up(const struct read_server *server, const struct read_request *request,
-                    struct reply *reply, uint8_t *table) {
+                    struct reply *reply, uint8_t *table, tally told) {
     for (size_t i = 0; i < reply->held; i++)
         p2pkv_index_let_go(server->index, reply->holds[i]);
     reply->held = 0, reply->pieces = 1;
-    size_t size = read_table(request->kind, request->count);
-    memset(table, request->kind == READ_MATCH ? 0 : READ_ASK_BYTE, size);
+    told[ASK] += told[THERE] + told[ABSENT];
+    told[THERE] = told[ABSENT] = 0;
+    if (request->kind == READ_MATCH)
+        put_match(table, 0, READ_ASK_BYTE);
+    else
+        memset(table, READ_ASK_BYTE, read_table(request->kind, request->count));
 }
 
 static uint64_t answer_get(const struct read_server *server, const struct read_request *request,
-                           struct reply *reply, uint8_t *table) {
-    struct moment moment = begin_moment(server);
+                           struct moment *moment, struct reply *reply, uint8_t *table,
+                           tally told) {
     struct lookup lookup = begin(server->index, request);
     uint64_t payload = 0;
     for (size_t i = 0; i < request->count; i++) {
         struct p2pkv_entry entry;
-        int there = find(&lookup, i, &entry) && is_fresh(&moment, &entry) &&
-                    add_value(server, reply, payload, &entry);
-        put_le(table + 8 * i, there ? entry.size : READ_ASK, 8);
-        payload += there ? entry.size : 0;
+        enum told of_this = look(&lookup, i, moment, &entry);
+        if (of_this == THERE && !add_value(server, reply, payload, &entry))
+            of_this = ASK;
+        uint64_t size = of_this == THERE ? entry.size : of_this == ABSENT ? READ_MISS : READ_ASK;
+        put_le(table + 8 * i, size, 8);
+        payload += of_this == THERE ? entry.size : 0;
+        told[of_this]++;
     }
-    if (still_fresh(server, &moment))
-        return payload;
-    give_up(server, request, reply, table);
-    return 0;
+    return payload;
 }
 
-static size_t answer_exists(const struct read_server *server, const struct read_request *request,
-                            struct reply *reply, uint8_t *table) {
-    struct moment moment = begin_moment(server);
-    struct lookup lookup = begin(server->index, request);
-    size_t hits = 0;
-    for (size_t i = 0; i < request->count; i++) {
-        struct p2pkv_entry entry;
-        int there = find(&lookup, i, &entry) && is_fresh(&moment, &entry);
-        table[i] = there ? 0 : READ_ASK_BYTE;
-        hits += (size_t)there;
-    }
-    if (still_fresh(server, &moment))
-        return hits;
-    give_up(server, request, reply, table);
-    return 0;
-}
-
-static size_t answer_match(const struct read_server *server, const struct read_request *request,
-                           struct reply *reply, uint8_t *table) {
-    struct moment moment = begin_moment(server);
+static void answer_exists(const struct read_server *server, const struct read_request *request,
+                          struct moment *moment, uint8_t *table, tally told) {
+    static const uint8_t bytes[] = {[THERE] = 0, [ABSENT] = READ_MISS_BYTE, [ASK] = READ_ASK_BYTE};
     struct lookup lookup = begin(server->index, request);
     struct p2pkv_entry entry;
-    size_t hits = 0;
-    while (hits < request->count && find(&lookup, hits, &entry) && is_fresh(&moment, &entry))
-        hits++;
-    put_le(table, hits, 8);
-    if (still_fresh(server, &moment))
-        return hits;
-    give_up(server, request, reply, table);
-    return 0;
+    for (size_t i = 0; i < request->count; i++) {
+        enum told of_this = look(&lookup, i, moment, &entry);
+        table[i] = bytes[of_this];
+        told[of_this]++;
+    }
+}
+
+/* Keys behind the first that is not there, or is to be asked for, are not looked up. */
+static void answer_match(const struct read_server *server, const struct read_request *request,
+                         struct moment *moment, uint8_t *table, tally told) {
+    struct lookup lookup = begin(server->index, request);
+    struct p2pkv_entry entry;
+    enum told of_this = THERE;
+    for (size_t i = 0; i < request->count && of_this == THERE; i++) {
+        of_this = look(&lookup, i, moment, &entry);
+        told[of_this]++;
+    }
+    uint32_t next = told[ABSENT] ? READ_MISS_BYTE : told[ASK] ? READ_ASK_BYTE : 0;
+    put_match(table, told[THERE], next);
 }
 
 static void write_head(const struct read_request *request, uint8_t *head, uint64_t payload) {
@@ -225,19 +244,23 @@ static void write_head(const struct read_request *request, uint8_t *head, uint64
 void read_answer(struct read_server *server, const struct read_request *request,
                  struct reply *reply, uint8_t *head) {
     uint8_t *table = head + READ_REPLY;
-    size_t size = READ_REPLY + read_table(request->kind, request->count), hits;
+    size_t size = READ_REPLY + read_table(request->kind, request->count);
     uint64_t payload = 0;
+    tally told = {0};
+    struct moment moment = begin_moment(server);
     reply->iov[0] = (struct iovec){head, size};
     reply->pieces = 1, reply->held = 0;
-    if (request->kind == READ_GET) {
-        payload = answer_get(server, request, reply, table);
-        hits = reply->held;
-    } else if (request->kind == READ_EXISTS)
-        hits = answer_exists(server, request, reply, table);
+    if (request->kind == READ_GET)
+        payload = answer_get(server, request, &moment, reply, table, told);
+    else if (request->kind == READ_EXISTS)
+        answer_exists(server, request, &moment, table, told);
     else
-        hits = answer_match(server, request, reply, table);
+        answer_match(server, request, &moment, table, told);
+    if (!still_fresh(server, &moment)) {
+        give_up(server, request, reply, table, told);
+        payload = 0;
+    }
     write_head(request, head, payload);
     reply->left = size + payload;
-    size_t wanted = request->kind == READ_MATCH ? hits < request->count : request->count - hits;
-    note(server, request, hits, wanted, payload);
+    note(server, request, told, payload);
 }

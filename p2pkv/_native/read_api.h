@@ -5,7 +5,7 @@
 
 enum {
     P2PKV_READ_KEYS = 4096,   /* of one request at most */
-    P2PKV_READ_FIGURES = 7    /* connections, dropped, requests, values, flags, asks, bytes */
+    P2PKV_READ_FIGURES = 9    /* as reads.py has them */
 };
 
 /* A client's end. `fd`, `payload_max` and `spin_ns` are set by who makes it, the rest is zero. */

@@ -194,15 +194,32 @@ static int receive_table(p2pkv_read_link *link, uint8_t **table, int64_t deadlin
     return receive_into(link, &pieces, deadline_ns, state);
 }
 
+static int is_told(uint64_t of_key) {
+    return of_key == 0 || of_key == READ_MISS_BYTE || of_key == READ_ASK_BYTE;
+}
+
+static int are_flags(const p2pkv_read_link *link, const uint8_t *table) {
+    for (size_t i = 0; i < link->count; i++)
+        if (!is_told(table[i]))
+            return 0;
+    return link->payload == 0;
+}
+
+static int is_match(const p2pkv_read_link *link, const uint8_t *table) {
+    uint64_t there = get_le(table, 4), next = get_le(table + 4, 4);
+    return there <= link->count && (there == link->count) == (next == 0) && is_told(next) &&
+           link->payload == 0;
+}
+
 static int is_sound(const p2pkv_read_link *link, const uint8_t *table) {
     uint64_t total = 0;
     if (link->kind == READ_MATCH)
-        return get_le(table, 8) <= link->count && link->payload == 0;
+        return is_match(link, table);
     if (link->kind == READ_EXISTS)
-        return link->payload == 0;
+        return are_flags(link, table);
     for (size_t i = 0; i < link->count; i++) {
         uint64_t size = get_le(table + 8 * i, 8);
-        if (size == READ_ASK)
+        if (size == READ_ASK || size == READ_MISS)
             continue;
         if (size > link->payload_max - total)
             return 0;
@@ -211,7 +228,7 @@ static int is_sound(const p2pkv_read_link *link, const uint8_t *table) {
     return total == link->payload;
 }
 
-/* The sizes as a list; -1 for those that are to be asked for. */
+/* The sizes as a list; -1 for those that are to be asked for, -2 for what is not there. */
 static PyObject *sizes_of(const p2pkv_read_link *link, const uint8_t *table) {
     PyObject *sizes = PyList_New((Py_ssize_t)link->count);
     for (size_t i = 0; sizes != NULL && i < link->count; i++) {
@@ -227,7 +244,7 @@ static PyObject *of_table(const p2pkv_read_link *link, const uint8_t *table) {
         return sizes_of(link, table);
     if (link->kind == READ_EXISTS)
         return PyBytes_FromStringAndSize((const char *)table, (Py_ssize_t)link->count);
-    return PyLong_FromUnsignedLongLong(get_le(table, 8));
+    return Py_BuildValue("II", (unsigned)get_le(table, 4), (unsigned)get_le(table + 4, 4));
 }
 
 /* What a table that was received says, or NULL with an error or an exception. */
@@ -271,7 +288,7 @@ static PyObject *read_into(size_t address, size_t pieces, int64_t deadline_ns) {
     return error < 0 ? NULL : PyLong_FromLong(error);
 }
 
-/* A bytes object for each value, None for those that are to be asked for, and where they are filled. */
+/* A bytes object for each value, None for those that do not come, and where they are filled. */
 static PyObject *room_for(PyObject *sizes, struct p2pkv_pieces *pieces, struct iovec *iov) {
     Py_ssize_t count = PyList_Size(sizes);
     PyObject *values = PyList_New(count);

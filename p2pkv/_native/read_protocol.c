@@ -41,7 +41,7 @@ int64_t read_parse(const uint8_t *bytes, size_t have, struct read_request *reque
 
 /* Takes as long wherever the token differs. */
 int read_admits(const uint8_t *preface, const uint8_t *token) {
-    static const uint8_t begin[READ_PREFACE - READ_TOKEN] = P2PKV_READ_MAGIC "\x01";
+    static const uint8_t begin[READ_PREFACE - READ_TOKEN] = P2PKV_READ_MAGIC "\x02";
     uint8_t differs = 0;
     for (size_t i = 0; i < READ_TOKEN; i++)
         differs |= preface[sizeof begin + i] ^ token[i];

@@ -9,11 +9,12 @@
  *             length u16 of each key, then the keys back to back
  *   reply     keys u32 · version u8 · kind u8 · zero u16 · id u32 · zero u32 · payload bytes u64,
  *             then a table, then the payload
- *             GET: size u64 of each value, or ASK; the payload is the values, back to back
- *             EXISTS: one byte for each key: 0 it is there, ASK_BYTE; no payload
- *             MATCH: u64 how many keys from the start are there; no payload
+ *             GET: size u64 of each value, MISS or ASK; the payload is the values, back to back
+ *             EXISTS: one byte for each key: 0 it is there, MISS_BYTE or ASK_BYTE; no payload
+ *             MATCH: u32 how many keys from the start are there, u32 0 or MISS_BYTE or ASK_BYTE:
+ *             what is told of the next one; no payload
  *
- * ASK: the index does not answer that, the owner does. Replies come in the order of the requests. A
+ * MISS: it is not there. ASK: the index does not answer that, the owner does. Replies come in the order of the requests. A
  * peer that says anything else is not answered: the connection is closed.
  */
 #include <stddef.h>
@@ -22,7 +23,7 @@
 #define P2PKV_READ_MAGIC "P2KVREAD"
 
 enum {
-    READ_VERSION = 1,
+    READ_VERSION = 2,
     READ_PREFACE = 32,
     READ_TOKEN = 16, /* bytes of the token, at the end of the preface */
     READ_REQUEST = 16,
@@ -30,6 +31,7 @@ enum {
     READ_GET = 1,
     READ_EXISTS = 2,
     READ_MATCH = 3,
+    READ_MISS_BYTE = 1,
     READ_ASK_BYTE = 255,
     READ_KEY_MAX = 1024,
     READ_KEYS_MAX = 4096,
@@ -37,6 +39,7 @@ enum {
 };
 
 #define READ_ASK UINT64_MAX
+#define READ_MISS (UINT64_MAX - 1)
 
 struct read_request {
     uint32_t kind, count, id, body;

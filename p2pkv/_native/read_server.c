@@ -536,8 +536,9 @@ uintptr_t p2pkv_read_server_start(const p2pkv_read_options *options, int *error)
 
 void p2pkv_read_server_figures(uintptr_t address, uint64_t *figures) {
     const struct figures *now = &((const struct read_server *)address)->figures;
-    const uint64_t *all[] = {&now->connections, &now->dropped, &now->requests, &now->values,
-                             &now->flags,       &now->asks,    &now->bytes};
+    const uint64_t *all[] = {&now->connections, &now->dropped, &now->requests,
+                             &now->values,      &now->misses,  &now->flags,
+                             &now->absent,      &now->asks,    &now->bytes};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         figures[i] = __atomic_load_n(all[i], __ATOMIC_RELAXED);
 }

@@ -18,7 +18,7 @@ struct reply {
 
 /* Written by all threads, read at any time. */
 struct figures {
-    uint64_t connections, dropped, requests, values, flags, asks, bytes;
+    uint64_t connections, dropped, requests, values, misses, flags, absent, asks, bytes;
 };
 
 struct read_server {

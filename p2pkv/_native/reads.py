@@ -18,9 +18,12 @@ EXISTS: Final = 2
 MATCH: Final = 3
 ASK: Final = -1
 """Among sizes: the owner is to be asked for this value."""
+MISS: Final = -2
+"""Among sizes: there is no such value."""
+MISS_BYTE: Final = 1
 ASK_BYTE: Final = 255
-"""The same in an answer to EXISTS."""
-PROTOCOL: Final = 1
+"""The same in answers to EXISTS and MATCH."""
+PROTOCOL: Final = 2
 PREFACE_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
 
@@ -85,13 +88,14 @@ class ReadEnd:
         return error
 
     def table(self, deadline_ns: int) -> tuple[int, Any]:
-        """(error, table). GET: sizes, or ASK; EXISTS: a byte per key, 0 or ASK_BYTE; MATCH: how
-        many keys are there, from the start."""
+        """(error, table). GET: sizes, MISS or ASK; EXISTS: a byte per key, 0 if it is there,
+        MISS_BYTE or ASK_BYTE; MATCH: how many keys are there, from the start, and such a byte of
+        the next one (0: there is none)."""
         error, table, _ = _table(self._address, deadline_ns)
         return error, table
 
     def values(self, sizes: list[int], deadline_ns: int) -> tuple[int, list[bytes | None]]:
-        """(error, the values): each an object of its own, None where the owner is to be asked."""
+        """(error, the values): each an object of its own, None where none is sent."""
         result: tuple[int, list[bytes | None]] = _values(self._address, sizes, deadline_ns)
         return result
 
@@ -109,8 +113,12 @@ class ReadFigures(NamedTuple):
     dropped: int
     requests: int
     values: int
+    misses: int
+    """Values that were asked for and are not there."""
     flags: int
     """Keys of which it said that they are there."""
+    absent: int
+    """Keys of which it said that they are not there."""
     asks: int
     """Keys for which the owner was to be asked."""
     bytes: int

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support import figure
 
-from p2pkv import Client, QuotaExceeded, _native
+from p2pkv import Client, InvalidArgument, QuotaExceeded, _native
 from p2pkv.errors import P2PKVError
 from p2pkv.etcd_server import EtcdCluster
+from p2pkv.routing import ABSENT, ASK
 from p2pkv.testing.cluster import FAST, Cluster, wait_for
 
 pytestmark = pytest.mark.skipif(not _native.available, reason="the native extension is not built")
@@ -72,7 +74,28 @@ class TestReading:
         assert requests(kv) == before
         assert figure(kv, "index_hits_total") >= 100
 
-    def test_what_is_not_in_the_index_is_asked_for(self, kv: Client) -> None:
+    def test_misses_ask_nobody(self, kv: Client) -> None:
+        publish(kv, {"a": b"1", "b": b"2"})
+        told = figure(kv, "index_misses_total"), figure(kv, "misses_total")
+        before, buffer = requests(kv), bytearray(8)
+        assert kv.batch_exists(["a", "x", "b", "y"]) == [True, False, True, False]
+        assert kv.match_prefix(["a", "b", "x", "a"]) == 2
+        assert not kv.exists("x")
+        assert kv.get("x") is None
+        assert kv.get_into("x", buffer) is None
+        assert kv.batch_get(["x", "a", "y"]) == [None, b"1", None]
+        assert requests(kv) == before
+        assert figure(kv, "index_misses_total") - told[0] == 2 + 1 + 1 + 1 + 1 + 2
+        assert figure(kv, "misses_total") - told[1] == 4
+
+    def test_a_bad_key_is_refused_beside_one_that_is_missing(self, kv: Client) -> None:
+        publish(kv, {"a": b"1"})
+        bad: list[Any] = ["x", 7]
+        for call in (kv.batch_exists, kv.match_prefix, kv.batch_get):
+            with pytest.raises(InvalidArgument, match="key"):
+                call(bad)
+
+    def test_what_the_index_does_not_tell_is_asked_for(self, kv: Client) -> None:
         long = "long" * 50
         publish(kv, {"a": b"1"})
         kv.put(long, b"2")
@@ -93,6 +116,10 @@ class TestReading:
                     kv.delete("k")
                     assert other.get("k") is None
                     assert not other.exists("k")
+                    assert other.match_prefix(["k"]) == 0
+                kv.put(f"new{i}", b"1")
+                assert other.exists(f"new{i}")
+                assert other.get(f"new{i}") == b"1"
 
     def test_an_expired_key_is_not_read(self, kv: Client) -> None:
         publish(kv, {"k": b"1"})
@@ -132,13 +159,15 @@ class TestOwnership:
     ) -> None:
         with Cluster(3, etcd=etcd) as three, three.client() as kv, three.client() as late:
             key = three.key_of("n1")
+            missing = f"{{{key}}}missing".encode()  # of the same bucket
             publish(kv, {key: b"old"})
             publish(late, {key: b"old"})
+            assert late._ops._there([missing]) == bytes([ABSENT])
             three["n1"].pause()
             try:
                 assert late.get(key) == b"old"
                 time.sleep(FAST["fence_after_s"])  # the rule is about this time
-                assert not late._ops._there([key.encode()])[0]
+                assert late._ops._there([key.encode(), missing]) == bytes([ASK, ASK])
                 deadline = time.monotonic() + 60
                 while not _put(kv, key):
                     assert time.monotonic() < deadline
@@ -158,6 +187,9 @@ class TestOwnership:
             for i in range(1, 60):
                 writer.batch_put(dict.fromkeys(keys, b"%d" % i))
                 assert kv.batch_get(keys) == [b"%d" % i] * 100
+                assert kv.match_prefix(keys) == 100
+                writer.put(f"more{i}", b"1")
+                assert kv.exists(f"more{i}")
             moving.wait_settled()
             writer.close()
 

@@ -83,6 +83,23 @@ def test_hits_do_not_reach_the_nodes_event_loops(cluster: Cluster, kv: Client) -
         assert after[f"{name}_total"] == before[f"{name}_total"], name
 
 
+def test_misses_do_not_reach_the_nodes_event_loops(cluster: Cluster, kv: Client) -> None:
+    values = {f"k{i}": b"%d" % i for i in range(60)}
+    kv.batch_put(values)
+    before = settled(kv, values) | {n: total(kv, n) for n in ("misses_total", "read_misses_total")}
+    names = [name for i in range(60) for name in (f"k{i}", f"none{i}")]
+    assert kv.batch_exists(names) == [True, False] * 60
+    assert kv.batch_get(names)[1::2] == [None] * 60
+    assert kv.batch_get_into(["none1"], [bytearray(8)]) == [None]
+    assert kv.get("none1") is None
+    assert kv.match_prefix([*values, "none1", "k1"]) == 60
+    after = {name: total(kv, name) for name in before}
+    for name in ("read_asks", "requests_get", "requests_exists", "requests_match"):
+        assert after[f"{name}_total"] == before[f"{name}_total"], name
+    assert after["misses_total"] - before["misses_total"] == 62
+    assert after["read_misses_total"] - before["read_misses_total"] == 60 + 62 + 1
+
+
 def test_the_owner_is_asked_for_the_rest(kv: Client) -> None:
     kv.batch_put({f"k{i}": b"%d" % i for i in range(0, 40, 2)})
     long = "long/" + "x" * 500  # not published

@@ -247,12 +247,13 @@ static void checksums(void) {
 }
 
 /* One writer, which moves an object between two places and clears the one it leaves unless it is
- * held; readers look, hold, and compare. */
+ * held; readers look, hold, and compare. Of another key, which is overwritten all the time and away
+ * only while its gate is closed, nobody may be told that it is not there. */
 enum { INDEX_BYTES = 1 << 18, PLACES = 64, ROUNDS = 200000 };
 
 struct scene {
     struct p2pkv_index *index;
-    struct p2pkv_key key;
+    struct p2pkv_key key, kept;
     _Atomic uint64_t value[PLACES]; /* at offset 64 * (1 + place): the version there, 0 while free */
     _Atomic int ends;
     _Atomic uint64_t reads;
@@ -262,6 +263,7 @@ static void *look(void *argument) {
     struct scene *scene = argument;
     while (!atomic_load(&scene->ends)) {
         struct p2pkv_entry entry;
+        CHECK(!p2pkv_index_absent(scene->index, &scene->kept, &entry));
         if (p2pkv_index_find(scene->index, &scene->key, &entry) <= 0)
             continue;
         CHECK(p2pkv_entry_fresh(&entry, p2pkv_index_now(scene->index)));
@@ -277,16 +279,39 @@ static void *look(void *argument) {
     return NULL;
 }
 
+static void open_gate(struct p2pkv_index *index, uint32_t bucket) {
+    uint64_t until = UINT64_MAX;
+    p2pkv_index_open_gates((uintptr_t)index, (uintptr_t)&until, bucket, 1);
+}
+
+static void keep(struct scene *scene, int round) {
+    uint32_t bucket = p2pkv_bucket_of(&scene->kept, 2);
+    struct p2pkv_entry entry = {.offset = 64, .version = 2 + (uint64_t)round, .bucket = bucket};
+    int64_t slot = p2pkv_index_publish(scene->index, &scene->kept, &entry);
+    CHECK(slot >= 0);
+    if (round == 0)
+        open_gate(scene->index, bucket);
+    if (round % 8)
+        return;
+    p2pkv_index_close_gate((uintptr_t)scene->index, bucket);
+    CHECK(p2pkv_index_withdraw(scene->index, (uint64_t)slot, entry.version));
+    CHECK(p2pkv_index_publish(scene->index, &scene->kept, &entry) >= 0);
+    open_gate(scene->index, bucket);
+}
+
 static void move_about(struct scene *scene) {
     uint64_t place = 0, version = 0;
+    uint32_t bucket = 1 - p2pkv_bucket_of(&scene->kept, 2);
     int64_t slot = -1;
     for (int round = 0; round < ROUNDS; round++) {
+        keep(scene, round);
         uint64_t next = (place + 1) % PLACES;
         while (atomic_load(&scene->value[next])) { /* left earlier, and held then */
             if (!p2pkv_index_held(scene->index, 64 * (1 + next)))
                 atomic_store(&scene->value[next], 0);
         }
-        struct p2pkv_entry entry = {.offset = 64 * (1 + next), .version = ++version};
+        struct p2pkv_entry entry = {.offset = 64 * (1 + next), .version = ++version,
+                                    .bucket = bucket};
         entry.size = 7 * version;
         atomic_store(&scene->value[next], version);
         if (round % 16 == 15)
@@ -303,13 +328,13 @@ static void index_under_way(void) {
     struct scene scene = {0};
     void *memory = aligned_alloc(64, INDEX_BYTES);
     memset(memory, 0, INDEX_BYTES);
-    uintptr_t keeper = p2pkv_index_create((uintptr_t)memory, INDEX_BYTES, 1);
+    uintptr_t keeper = p2pkv_index_create((uintptr_t)memory, INDEX_BYTES, 2);
     CHECK(keeper != 0);
     CHECK(p2pkv_index_check((uintptr_t)memory, INDEX_BYTES));
     scene.index = memory;
     CHECK(p2pkv_key_set(&scene.key, "a key", 5));
-    uint64_t until = UINT64_MAX;
-    p2pkv_index_open_gates((uintptr_t)memory, (uintptr_t)&until, 0, 1);
+    CHECK(p2pkv_key_set(&scene.kept, "another", 7));
+    open_gate(memory, 1 - p2pkv_bucket_of(&scene.kept, 2));
     pthread_t readers[2];
     for (int i = 0; i < 2; i++)
         pthread_create(&readers[i], NULL, look, &scene);
