@@ -19,7 +19,7 @@ TTL_S_MAX = 1e9
 
 OFFSET_MAX = (1 << 62) - 1
 
-_BYTES_ONLY = {bytes}
+_BYTES_ONLY, _TEXT_ONLY = {bytes}, {str}
 _NOWHERE = RegisteredMemory()
 
 
@@ -40,7 +40,11 @@ def encode_keys(keys: Iterable[Key], limits: Limits) -> list[bytes]:
     if isinstance(keys, (str, bytes, bytearray, memoryview)):
         raise InvalidArgument("keys: must be a sequence of keys, not one key")
     try:
-        encoded = [key.encode() if key.__class__ is str else key for key in keys]
+        given = keys if isinstance(keys, (list, tuple)) else list(keys)
+        if set(map(type, given)) == _TEXT_ONLY:
+            encoded: list[Any] = list(map(str.encode, given))
+        else:
+            encoded = [key.encode() if key.__class__ is str else key for key in given]
     except TypeError:
         raise InvalidArgument(f"keys: must be iterable, not {type(keys).__name__}") from None
     except UnicodeEncodeError as e:
@@ -51,7 +55,7 @@ def encode_keys(keys: Iterable[Key], limits: Limits) -> list[bytes]:
         or max(map(len, encoded)) > limits.key_bytes_max
     ):
         return [encode_key(key, limits) for key in encoded]
-    return encoded  # type: ignore[return-value]
+    return encoded
 
 
 def encode_prefix(prefix: Key, limits: Limits) -> bytes:

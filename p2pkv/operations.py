@@ -457,7 +457,8 @@ class Operations:
         if there and ASK not in there:
             return list(map(bool, there))
         encoded = encode_keys(keys, self.limits)
-        there = there or bytes([ASK]) * len(encoded)
+        if encoded and not there:
+            return _batch((yield from self._exists(encoded, timeout, False)))
         left = [i for i, flag in enumerate(there) if flag == ASK]
         results: list[Any] = [flag == THERE for flag in there]
         if left:

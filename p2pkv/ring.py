@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from p2pkv import _native
 from p2pkv.errors import InvalidArgument
 from p2pkv.types import BucketId, NodeId
 
@@ -53,7 +54,14 @@ def bucket_of(key: bytes, bucket_count: int) -> BucketId:
 
 
 def buckets_of(keys: Sequence[bytes], bucket_count: int) -> list[int]:
-    """``bucket_of`` for each key, in one go. Keys of one tag cost least next to each other."""
+    """``bucket_of`` for each key, in one go; natively, where that was built."""
+    if _native.available:
+        return _native.buckets_of(keys if isinstance(keys, list) else list(keys), bucket_count)
+    return buckets_without_native(keys, bucket_count)
+
+
+def buckets_without_native(keys: Sequence[bytes], bucket_count: int) -> list[int]:
+    """``buckets_of`` in Python. Keys of one tag cost least next to each other."""
     mask = bucket_count - 1
     if b"{" not in b"".join(keys):  # one search for all of them
         return [hashed & mask for hashed in map(xxh3_64_intdigest, keys)]

@@ -231,7 +231,10 @@ class Table:
     def split(self, buckets: Sequence[int], items: Sequence[int]) -> dict[int, list[int]]:
         """Items by index of their bucket's owner; -1: no owner."""
         owners = self.owners
-        of_all = {owners[buckets[item]] for item in items}
+        if len(items) == len(buckets):
+            of_all = set(map(owners.__getitem__, buckets))
+        else:
+            of_all = {owners[buckets[item]] for item in items}
         if len(of_all) == 1:
             return {of_all.pop(): list(items)}
         groups: dict[int, list[int]] = {}

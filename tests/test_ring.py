@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +50,21 @@ keys = st.binary(max_size=12) | st.text("{}ab", max_size=9).map(str.encode)
 
 @given(st.lists(keys), st.sampled_from([1, 2, 1024, 65536]))
 def test_a_batch_gives_the_bucket_of_each_key(batch: list[bytes], bucket_count: int) -> None:
-    assert buckets_of(batch, bucket_count) == [bucket_of(key, bucket_count) for key in batch]
+    expected = [bucket_of(key, bucket_count) for key in batch]
+    assert buckets_of(batch, bucket_count) == expected
+    assert ring.buckets_without_native(batch, bucket_count) == expected
+
+
+@given(st.binary(max_size=1024), st.binary(max_size=1024))
+def test_long_keys_and_tags_have_their_buckets_in_a_batch_too(tag: bytes, rest: bytes) -> None:
+    batch = [tag + rest, b"{" + tag + b"}" + rest, tag, rest]
+    assert buckets_of(batch, 65536) == [bucket_of(key, 65536) for key in batch]
+
+
+@pytest.mark.parametrize("key", ["text", None, 7, bytearray(b"a")])
+def test_what_is_no_key_has_no_bucket(key: Any) -> None:
+    with pytest.raises(TypeError):
+        buckets_of([b"a", key], 1024)
 
 
 @given(keys, keys)

@@ -92,6 +92,13 @@ _of_places = _python_function(
 )
 _of_part = _python_function(2, ctypes.c_size_t, ctypes.c_ssize_t, ctypes.c_ssize_t)
 _free = _python_function(3, ctypes.c_size_t)
+_buckets = _python_function(13, ctypes.py_object, ctypes.c_ulonglong)
+
+
+def buckets_of(keys: list[bytes], bucket_count: int) -> list[int]:
+    """The bucket of each key, see ``ring.bucket_of``. Raises TypeError for what is no key."""
+    buckets: list[int] = _buckets(keys, bucket_count)
+    return buckets
 
 
 class Pieces:

@@ -140,7 +140,7 @@ static uint64_t of_129_to_240(const uint8_t *p, size_t n) {
     return avalanche(hash + mixed_16(p + n - 16, secret + 136 - 17));
 }
 
-uint64_t p2pkv_hash_short(const uint8_t *p, size_t n) {
+static uint64_t of_short(const uint8_t *p, size_t n) {
     return n <= 16 ? of_0_to_16(p, n) : n <= 128 ? of_17_to_128(p, n) : of_129_to_240(p, n);
 }
 
@@ -262,6 +262,15 @@ static uint64_t finish(struct state *state, uint64_t bytes) {
     return avalanche(hash);
 }
 
+uint64_t p2pkv_hash(const uint8_t *bytes, size_t n) {
+    struct state state;
+    if (n <= SHORT_MAX)
+        return of_short(bytes, n);
+    begin(&state);
+    feed(&state, find_taker(0), bytes, n);
+    return finish(&state, n);
+}
+
 /* -- batches */
 
 static int is_total(const uint64_t *sizes, size_t n, uint64_t bytes) {
@@ -312,7 +321,7 @@ static uint64_t one_value(struct copying *copying, uint64_t size) {
         p2pkv_advance(copying->from, &copying->at, run);
         done += run;
     }
-    return size <= SHORT_MAX ? p2pkv_hash_short(together, (size_t)size) : finish(&state, size);
+    return size <= SHORT_MAX ? of_short(together, (size_t)size) : finish(&state, size);
 }
 
 static void all_values(struct copying *copying, const uint64_t *sizes, size_t n, uint64_t *sums) {

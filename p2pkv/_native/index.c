@@ -293,22 +293,18 @@ int p2pkv_index_find(const struct p2pkv_index *index, const struct p2pkv_key *ke
 }
 
 /* What stands in the first {...} of a key, or all of it; an empty or unclosed one does not count. */
-static const uint8_t *routed(const struct p2pkv_key *key, size_t *n) {
-    const uint8_t *bytes = (const void *)key->word;
-    const uint8_t *open = memchr(bytes, '{', key->bytes), *end = bytes + key->bytes;
-    const uint8_t *close = open ? memchr(open, '}', (size_t)(end - open)) : NULL;
-    if (close == NULL || close == open + 1) {
-        *n = key->bytes;
-        return bytes;
-    }
+static const uint8_t *routed(const uint8_t *key, size_t *n) {
+    const uint8_t *open = memchr(key, '{', *n);
+    const uint8_t *close = open ? memchr(open, '}', (size_t)(key + *n - open)) : NULL;
+    if (close == NULL || close == open + 1)
+        return key;
     *n = (size_t)(close - open - 1);
     return open + 1;
 }
 
-uint32_t p2pkv_bucket_of(const struct p2pkv_key *key, uint32_t buckets) {
-    size_t n;
-    const uint8_t *bytes = routed(key, &n);
-    return (uint32_t)p2pkv_hash_short(bytes, n) & (buckets - 1);
+uint32_t p2pkv_bucket_of(const void *key, size_t bytes, uint32_t buckets) {
+    const uint8_t *part = routed(key, &bytes);
+    return (uint32_t)p2pkv_hash(part, bytes) & (buckets - 1);
 }
 
 /* The key cannot have been there all the time: a slot that was not left, or written in place, would
@@ -318,7 +314,7 @@ uint32_t p2pkv_bucket_of(const struct p2pkv_key *key, uint32_t buckets) {
 int p2pkv_index_absent(const struct p2pkv_index *index, const struct p2pkv_key *key,
                        struct p2pkv_entry *entry) {
     struct p2pkv_entry other;
-    uint32_t bucket = p2pkv_bucket_of(key, index->buckets);
+    uint32_t bucket = p2pkv_bucket_of(key->word, key->bytes, index->buckets);
     if (bucket >= index->buckets)
         return 0;
     const struct p2pkv_gate *gate = &p2pkv_gates(index)[bucket];

@@ -128,8 +128,8 @@ int p2pkv_index_find(const struct p2pkv_index *index, const struct p2pkv_key *ke
 int p2pkv_index_absent(const struct p2pkv_index *index, const struct p2pkv_key *key,
                        struct p2pkv_entry *entry);
 
-/* The bucket of a key, as in ring.py. */
-uint32_t p2pkv_bucket_of(const struct p2pkv_key *key, uint32_t buckets);
+/* The bucket of a key, as in ring.py; `buckets` is a power of two. */
+uint32_t p2pkv_bucket_of(const void *key, size_t bytes, uint32_t buckets);
 
 /* The clock for `fresh`, to be read after `find`; 0 if the node is not alive any more. */
 uint64_t p2pkv_index_now(const struct p2pkv_index *index);

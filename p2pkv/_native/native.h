@@ -43,8 +43,8 @@ int p2pkv_has_null(const struct p2pkv_pieces *pieces);
 void p2pkv_copy_run(char *target, const char *source, size_t n, int streaming);
 void p2pkv_copy_fence(void);
 
-/* XXH3 (64 bits) of up to 240 bytes. */
-uint64_t p2pkv_hash_short(const uint8_t *bytes, size_t n);
+/* XXH3 (64 bits) of bytes in one piece. */
+uint64_t p2pkv_hash(const uint8_t *bytes, size_t n);
 
 /* Until something may be received: 0, ETIMEDOUT, or the errno of poll. It polls for `spin_ns` first;
  * `*slept` tells whether that was in vain. */

@@ -678,6 +678,23 @@ static PyObject *places(PyObject *packed, PyObject *keys) {
     return result;
 }
 
+/* The bucket of each key of a list of bytes. */
+static PyObject *buckets(PyObject *keys, unsigned long long count) {
+    Py_ssize_t n = PyList_Size(keys);
+    PyObject *result = n < 0 ? NULL : PyList_New(n);
+    for (Py_ssize_t i = 0; i < n && result != NULL; i++) {
+        char *bytes;
+        Py_ssize_t length;
+        PyObject *bucket = NULL;
+        if (!PyBytes_AsStringAndSize(PyList_GetItem(keys, i), &bytes, &length))
+            bucket = PyLong_FromUnsignedLong(
+                p2pkv_bucket_of(bytes, (size_t)length, (uint32_t)count));
+        if (bucket == NULL || PyList_SetItem(result, i, bucket))
+            Py_CLEAR(result);
+    }
+    return result;
+}
+
 uintptr_t p2pkv_index_function(int which) {
     switch (which) {
     case 0:
@@ -698,6 +715,8 @@ uintptr_t p2pkv_index_function(int which) {
         return (uintptr_t)get;
     case 8:
         return (uintptr_t)places;
+    case 9:
+        return (uintptr_t)buckets;
     default:
         return 0;
     }

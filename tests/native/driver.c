@@ -284,8 +284,12 @@ static void open_gate(struct p2pkv_index *index, uint32_t bucket) {
     p2pkv_index_open_gates((uintptr_t)index, (uintptr_t)&until, bucket, 1);
 }
 
+static uint32_t bucket_of_kept(const struct scene *scene) {
+    return p2pkv_bucket_of(scene->kept.word, scene->kept.bytes, 2);
+}
+
 static void keep(struct scene *scene, int round) {
-    uint32_t bucket = p2pkv_bucket_of(&scene->kept, 2);
+    uint32_t bucket = bucket_of_kept(scene);
     struct p2pkv_entry entry = {.offset = 64, .version = 2 + (uint64_t)round, .bucket = bucket};
     int64_t slot = p2pkv_index_publish(scene->index, &scene->kept, &entry);
     CHECK(slot >= 0);
@@ -301,7 +305,7 @@ static void keep(struct scene *scene, int round) {
 
 static void move_about(struct scene *scene) {
     uint64_t place = 0, version = 0;
-    uint32_t bucket = 1 - p2pkv_bucket_of(&scene->kept, 2);
+    uint32_t bucket = 1 - bucket_of_kept(scene);
     int64_t slot = -1;
     for (int round = 0; round < ROUNDS; round++) {
         keep(scene, round);
@@ -334,7 +338,7 @@ static void index_under_way(void) {
     scene.index = memory;
     CHECK(p2pkv_key_set(&scene.key, "a key", 5));
     CHECK(p2pkv_key_set(&scene.kept, "another", 7));
-    open_gate(memory, 1 - p2pkv_bucket_of(&scene.kept, 2));
+    open_gate(memory, 1 - bucket_of_kept(&scene));
     pthread_t readers[2];
     for (int i = 0; i < 2; i++)
         pthread_create(&readers[i], NULL, look, &scene);
