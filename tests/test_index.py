@@ -9,18 +9,14 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-from p2pkv import _native
-from p2pkv.errors import ConfigError
-from p2pkv.objects import HEADER_BYTES, Object
-from p2pkv.ring import bucket_of
-from tests.indexside import (
+from indexside import (
     BUCKETS,
     FOR_EVER,
     Place,
@@ -32,11 +28,17 @@ from tests.indexside import (
     soon,
 )
 
+from p2pkv import _native
+from p2pkv.errors import ConfigError
+from p2pkv.objects import HEADER_BYTES, Object
+from p2pkv.ring import bucket_of
+
 pytestmark = pytest.mark.skipif(not _native.available, reason="the native extension is not built")
 
 if _native.available:
     from p2pkv._native import index
 
+HERE = str(Path(__file__).parent)
 ABSENT, THERE, ASK = b"\0", b"\1", b"\2"
 
 
@@ -348,13 +350,13 @@ def _start(program: str, spot: Place) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", program, spot.path, str(spot.arena_bytes), str(spot.index_bytes)],
         stdout=subprocess.PIPE,
-        env=os.environ,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])},
     )
 
 
 _OVERWRITER = """
 import mmap, os, sys, time
-from tests.indexside import BUCKETS, an_object, open_all
+from indexside import BUCKETS, an_object, open_all
 from p2pkv._native import index
 fd = os.open(sys.argv[1], os.O_RDWR)
 memory = mmap.mmap(fd, int(sys.argv[3]), offset=int(sys.argv[2]))
@@ -377,7 +379,7 @@ while time.monotonic() < end:
 _MOVER = """
 import mmap, os, sys, time
 from array import array
-from tests.indexside import BUCKETS, FOR_EVER, an_object
+from indexside import BUCKETS, FOR_EVER, an_object
 from p2pkv.ring import bucket_of
 from p2pkv._native import index
 fd = os.open(sys.argv[1], os.O_RDWR)
@@ -451,7 +453,7 @@ class TestGates:
 
 _NODE = """
 import mmap, os, sys, time
-from tests.indexside import BUCKETS, an_object, open_all
+from indexside import BUCKETS, an_object, open_all
 from p2pkv._native import index
 fd = os.open(sys.argv[1], os.O_RDWR)
 memory = mmap.mmap(fd, int(sys.argv[3]), offset=int(sys.argv[2]))
