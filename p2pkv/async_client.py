@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from random import Random
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from p2pkv import clock, wire
 from p2pkv.arguments import put_options
@@ -81,8 +81,18 @@ class AsyncClient(AsyncTensorCalls):
         self._forget((key,))
         return await self._driver.run(self._ops.put(key, value, options, timeout))
 
-    async def get(self, key: Key, *, timeout: float | None = None) -> bytes | None:
+    @overload
+    async def get(self, key: Key, *, timeout: float | None = None) -> bytes | None: ...
+
+    @overload
+    async def get(self, key: Key, *, timeout: float | None = None,
+                  zero_copy: bool) -> bytes | memoryview | None: ...  # fmt: skip
+
+    async def get(self, key: Key, *, timeout: float | None = None,
+                  zero_copy: bool = False) -> bytes | memoryview | None:  # fmt: skip
         """See ``Client.get``."""
+        if zero_copy:
+            return await self._driver.run(self._ops.get_view(key, timeout))
         if self._near is not None:
             return (await self.batch_get((key,), timeout=timeout))[0]
         return await self._driver.run(self._ops.get(key, timeout))
@@ -133,10 +143,21 @@ class AsyncClient(AsyncTensorCalls):
             self._forget([k for k, _ in items])
         return await self._driver.run(self._ops.batch_put(items, options, timeout))
 
+    @overload
     async def batch_get(
         self, keys: Iterable[Key], *, timeout: float | None = None
-    ) -> list[bytes | None]:
+    ) -> list[bytes | None]: ...
+
+    @overload
+    async def batch_get(self, keys: Iterable[Key], *, timeout: float | None = None,
+                        zero_copy: bool) -> Sequence[bytes | memoryview | None]: ...  # fmt: skip
+
+    async def batch_get(
+        self, keys: Iterable[Key], *, timeout: float | None = None, zero_copy: bool = False
+    ) -> Sequence[bytes | memoryview | None]:
         """See ``Client.batch_get``."""
+        if zero_copy:
+            return await self._driver.run(self._ops.batch_get_views(keys, timeout))
         if self._near is None:
             return await self._driver.run(self._ops.batch_get(keys, timeout))
         return await self._driver.run(near_batch_get(self._ops, self._near, list(keys), timeout))

@@ -461,7 +461,7 @@ class AsyncDriver:
         if self.closed:
             raise ClosedClient("the client is closed")
         loop = asyncio.get_running_loop()
-        calls = Calls(requests, loop)
+        calls = Calls(requests, loop, deadline_ns)
         used: set[_Peer] = set()
         for index, request in enumerate(requests):
             self._submit(calls, index, request, used)

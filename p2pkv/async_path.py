@@ -18,6 +18,7 @@ from typing import Protocol
 
 from p2pkv import wire
 from p2pkv.async_remote import SLOT_BYTES, Fetch, Job, RemoteArena, Store
+from p2pkv.async_views import Views
 from p2pkv.clock import SECOND_NS, monotonic
 from p2pkv.config import Limits
 from p2pkv.connection import Connection, Outgoing
@@ -41,6 +42,8 @@ the loop would stand still for about as long (see benchmarks/async_micro.py)."""
 PART_BYTES = 1 << 20
 """One receive into a value of its own asks for no more."""
 
+NEVER_NS = 1 << 62
+
 _NOT_SENT = Reply(Kind.ERROR, wire.Error(Fault.NOT_READY, "the connection was lost"), ())
 
 _scratch = memoryview(bytearray(64 << 10))
@@ -50,10 +53,16 @@ _scratch = memoryview(bytearray(64 << 10))
 class Calls:
     """Requests that were sent together, and the future of all their answers."""
 
-    __slots__ = ("answers", "copies", "ended", "future", "left", "requests")
+    __slots__ = ("answers", "copies", "deadline_ns", "ended", "future", "left", "requests")
 
-    def __init__(self, requests: Sequence[Request], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        loop: asyncio.AbstractEventLoop,
+        deadline_ns: int = NEVER_NS,
+    ) -> None:
         self.requests = requests
+        self.deadline_ns = deadline_ns
         self.answers: list[Answer | None] = [None] * len(requests)
         self.left = len(requests)
         self.ended = False
@@ -106,6 +115,10 @@ class Call:
 
     def fail(self, error: P2PKVError) -> None:
         self._calls.fail(error)
+
+    @property
+    def deadline_ns(self) -> int:
+        return self._calls.deadline_ns
 
     @property
     def over(self) -> bool:
@@ -181,6 +194,8 @@ class AsyncPath(Connection):
         """None: the call is over, its answer wanted by nobody."""
         self._copying = 0
         """Copies and UCX's transfers that may be using memory of a call or of the node."""
+        self._viewing = 0
+        """Calls for views, which are under way on a thread."""
         self._remote = remote
         self._by_ucx = True
         self._pushes: dict[int, Fetch] = {}
@@ -196,9 +211,11 @@ class AsyncPath(Connection):
         sock = _connecting(welcome)
         super().__init__(sock, loop, limits.head_bytes_max, 2 * limits.message_bytes_max)
         try:
-            self._arena = None
+            self._arena = self._views = None
             if shared and welcome.arena:
                 self._arena = SharedArena.open(*welcome.arena, index=welcome.index)
+            if self._arena is not None:
+                self._views = Views(self._arena, welcome, session.id, limits)
             if self._arena is not None or remote is not None:
                 wait_for_ever(sock)
             self._greet(welcome.token)
@@ -228,11 +245,17 @@ class AsyncPath(Connection):
     @property
     def under_way(self) -> int:
         """Requests that have no answer yet."""
-        return len(self._waiting) + self._copying
+        return len(self._waiting) + self._copying + self._viewing
 
     # -- sending
 
     def submit(self, call: Call) -> None:
+        body = call.request.body
+        if self._views is not None and isinstance(body, wire.Open) and body.view:
+            self._viewing += 1
+            asked = self._views.ask(body.keys, call.deadline_ns)
+            asked.add_done_callback(partial(self._viewed, call))
+            return
         place: Memory | None = self._arena or (self._remote if self._by_ucx else None)
         place = None if call.plain else place
         message = message_for(call.request, self._session, place)
@@ -459,6 +482,19 @@ class AsyncPath(Connection):
         if not self.closed:
             self._freed()
 
+    def _viewed(self, call: Call, asked: asyncio.Future[Answer]) -> None:
+        self._viewing -= 1
+        try:
+            answer = asked.result()
+        except (OSError, RuntimeError, asyncio.CancelledError) as e:
+            answer = Lost(f"views: {e}")
+        if self.closed or isinstance(answer, Lost):
+            call.answer(answer)
+        else:
+            self._answer(call, answer)
+        if not self.closed:
+            self._freed()
+
     # -- by UCX
 
     def _no_room(self, reply: Reply, call: Call) -> bool:
@@ -576,6 +612,8 @@ class AsyncPath(Connection):
             fetch.pushed(None)
         if self._remote is not None:
             self._remote.close()
+        if self._views is not None:
+            self._views.end()
         self._owner.path_lost(self)
 
     def _close_when_written(self) -> None:

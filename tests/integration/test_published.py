@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 from support import figure
 
-from p2pkv import Client, InvalidArgument, QuotaExceeded, _native
-from p2pkv.errors import P2PKVError
+from p2pkv import AsyncClient, Client, InvalidArgument, QuotaExceeded, _native
+from p2pkv.errors import DeadlineExceeded, P2PKVError
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.routing import ABSENT, ASK
 from p2pkv.testing.cluster import FAST, Cluster, wait_for
@@ -283,6 +284,131 @@ class TestViews:
                 assert isinstance(view, memoryview)
                 assert (bytes(view), view.readonly) == (b"value" * 1000, True)
                 assert other.get("none", zero_copy=True) is None
+
+
+async def _shared(kv: AsyncClient, key: str) -> None:
+    """Until the client has the memory mapped."""
+    async with asyncio.timeout(10):
+        while 1 not in kv._ops._there([key.encode()]):
+            await kv.exists(key)
+            await asyncio.sleep(0.01)
+
+
+async def _view(kv: AsyncClient, key: str) -> memoryview:
+    await _shared(kv, key)
+    view = await kv.get(key, zero_copy=True)
+    assert isinstance(view, memoryview)
+    return view
+
+
+class TestViewsOfAnEventLoop:
+    async def test_a_view_is_the_value_whatever_becomes_of_its_key(
+        self, cluster: Cluster, kv: Client
+    ) -> None:
+        value = os.urandom(MIB)
+        kv.put("k", value)
+        async with cluster.async_client() as other:
+            view = await _view(other, "k")
+            assert view.readonly
+            await other.put("k", bytes(MIB))
+            await other.delete("k")
+            for i in range(100):
+                await other.put(f"fill{i}", os.urandom(MIB))
+            assert view == value
+
+    async def test_a_batch_is_in_order_and_a_miss_is_none(
+        self, cluster: Cluster, kv: Client
+    ) -> None:
+        kv.batch_put({"a": b"1" * 100, "b": b"", "c": b"3" * 300})
+        async with cluster.async_client() as other:
+            await _shared(other, "a")
+            opened = figure(kv, "requests_open_total")
+            views = await other.batch_get(["a", "none", "b", "c"], zero_copy=True)
+            assert [v if v is None else bytes(v) for v in views] == [
+                b"1" * 100, None, b"", b"3" * 300,
+            ]  # fmt: skip
+            assert figure(kv, "requests_open_total") == opened + 1
+
+    async def test_views_give_the_memory_back_also_after_their_client_is_closed(
+        self, cluster: Cluster, kv: Client
+    ) -> None:
+        value = os.urandom(MIB)
+        kv.put("k", value)
+        async with cluster.async_client() as other:
+            view = await _view(other, "k")
+        kv.delete("k")
+        for i in range(100):
+            kv.put(f"fill{i}", os.urandom(MIB))
+        assert view == value
+        assert figure(kv, "memory_retiring_bytes") >= MIB
+        view.release()
+        del view
+        wait_for(lambda: figure(kv, "memory_retiring_bytes") == 0, "memory given back", 10)
+
+    async def test_views_over_the_quota_are_refused(self, cluster: Cluster, kv: Client) -> None:
+        kv.batch_put({f"k{i}": bytes(4 * MIB) for i in range(5)})
+        async with cluster.async_client() as other:
+            views = [await _view(other, f"k{i}") for i in range(3)]
+            with pytest.raises(QuotaExceeded, match="view_quota_bytes"):
+                await other.get("k3", zero_copy=True)
+            views.clear()
+            assert await other.get("k3", zero_copy=True) == bytes(4 * MIB)
+
+    async def test_a_node_that_does_not_answer_holds_up_nothing_else(
+        self, cluster: Cluster, kv: Client
+    ) -> None:
+        kv.put("k", b"value" * 1000)
+        async with cluster.async_client() as other:
+            before = await _view(other, "k")
+            cluster["n0"].pause()
+            try:
+                asked = [
+                    asyncio.create_task(other.get("k", zero_copy=True, timeout=0.5))
+                    for _ in range(4)
+                ]
+                asked[0].cancel()
+                longest, last = 0.0, time.monotonic()
+                while not all(task.done() for task in asked):
+                    await asyncio.sleep(0.005)
+                    longest, last = max(longest, time.monotonic() - last), time.monotonic()
+                assert longest < 0.4, "the loop stood still"
+                for task in asked[1:]:
+                    assert isinstance(task.exception(), DeadlineExceeded)
+            finally:
+                cluster["n0"].resume()
+            assert before == b"value" * 1000
+            assert await other.get("k", zero_copy=True, timeout=20) == b"value" * 1000
+
+    async def test_what_a_call_asked_for_that_was_cancelled_is_given_back(
+        self, cluster: Cluster, kv: Client
+    ) -> None:
+        kv.put("k", bytes(MIB))
+        async with cluster.async_client() as other:
+            await _shared(other, "k")
+            for _ in range(20):
+                asked = asyncio.create_task(other.get("k", zero_copy=True))
+                await asyncio.sleep(0)
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+            assert len(await _view(other, "k")) == MIB
+            kv.delete("k")
+            gc.collect()
+            await asyncio.to_thread(
+                wait_for, lambda: figure(kv, "memory_retiring_bytes") == 0, "memory given back", 10
+            )
+
+    @pytest.mark.parametrize("path", ["tcp", "zmq"])
+    async def test_without_shared_memory_a_view_is_of_a_copy(
+        self, cluster: Cluster, kv: Client, path: str
+    ) -> None:
+        kv.put("k", b"value" * 1000)
+        async with cluster.async_client(path=path) as other:
+            for _ in range(3):
+                view = await other.get("k", zero_copy=True)
+                assert isinstance(view, memoryview)
+                assert (bytes(view), view.readonly) == (b"value" * 1000, True)
+                assert await other.get("none", zero_copy=True) is None
 
 
 _VIEWER = """
