@@ -57,6 +57,7 @@ from p2pkv.routing import (
     Request,
     Router,
     Source,
+    unknown,
 )
 from p2pkv.scanning import ScanCursor
 from p2pkv.types import Member
@@ -111,10 +112,10 @@ class Operations:
     def get(self, key: Key, timeout: float | None = None) -> Operation[bytes | None]:
         data = encode_key(key, self.limits)
         ctx = self.context(timeout)
-        known = self._read([data], None)
-        if not known.asks:
-            there: bytes | None = known.results[0]
-            return there
+        results, asks = self._read([data], None)
+        if not asks:
+            known: bytes | None = results[0]
+            return known
         answer = yield from self._quick_get(ctx, data)
         if answer is not None:
             return None if answer.body.statuses else bytes(answer.frames[0])
@@ -125,7 +126,7 @@ class Operations:
         """What can be read without asking: values, or their sizes if there are targets."""
         published = self.router.published
         if published is None or self._reading == Checksums.ALL:
-            return Known.nothing(len(keys))
+            return unknown(len(keys))
         return published.get(keys) if targets is None else published.get_into(keys, targets)
 
     def places(self, keys: list[bytes]) -> list[Place | None]:
@@ -212,8 +213,8 @@ class Operations:
         ranges: Iterable[Any] | None = None,
     ) -> Operation[list[int | None]]:
         known = self._read_plain(keys, targets) if ranges is None else None
-        if known is not None and not known.asks:
-            return known.results
+        if known is not None and not known[1]:
+            return known[0]
         encoded, memory = encode_keys(keys, self.limits), self.memory
         views = [encode_target(t, memory) for t in targets]
         if len(views) != len(encoded):

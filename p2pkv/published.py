@@ -10,7 +10,7 @@ import threading
 from typing import Any, Final
 
 from p2pkv._native.index import Reader
-from p2pkv.routing import ASK, Known, Peer, Place
+from p2pkv.routing import ASK, Known, Peer, Place, unknown
 from p2pkv.shared_memory import SharedArena
 
 ANY_BYTES: Final = 1 << 62
@@ -74,9 +74,9 @@ class Published:
         """The values, None for one that is not there."""
         reader = self._reader
         if reader is None:
-            return Known.nothing(len(keys))
-        known = Known(*reader.get(keys, self._bytes_max))
-        self._count(len(keys), len(known.asks))
+            return unknown(len(keys))
+        known = reader.get(keys, self._bytes_max)
+        self._count(len(keys), len(known[1]))
         return known
 
     def get_into(self, keys: list[Any], targets: list[Any]) -> Known:
@@ -84,9 +84,9 @@ class Published:
         is not there."""
         reader = self._reader
         if reader is None:
-            return Known.nothing(len(keys))
-        known = Known(*reader.get_into(keys, targets, self._bytes_max))
-        self._count(len(keys), len(known.asks))
+            return unknown(len(keys))
+        known = reader.get_into(keys, targets, self._bytes_max)
+        self._count(len(keys), len(known[1]))
         return known
 
     def places(self, keys: list[bytes]) -> list[Place | None]:

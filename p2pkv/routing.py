@@ -275,18 +275,14 @@ class Place(NamedTuple):
     """The value's bytes are those that were copied if it is of this version still afterwards."""
 
 
-class Known(NamedTuple):
-    """What is known of some keys without asking."""
+Known = tuple[list[Any], Sequence[int]]
+"""What is known of some keys without asking: a result for each, None if it is not there or not
+known, and the numbers of those whose owners are to be asked, in order."""
 
-    results: list[Any]
-    """Of each key; None: it is not there, or its owner is to be asked."""
-    asks: Sequence[int]
-    """The numbers of the keys whose owner is to be asked, in order."""
 
-    @classmethod
-    def nothing(cls, keys: int) -> Known:
-        """Everything is to be asked for."""
-        return cls([None] * keys, range(keys))
+def unknown(keys: int) -> Known:
+    """All are to be asked for."""
+    return [None] * keys, range(keys)
 
 
 class Reads(Protocol):
