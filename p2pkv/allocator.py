@@ -107,7 +107,7 @@ class Allocator:
         if not sizes:
             return []
         _checked(min(sizes))
-        needed = [(size + GRANULE - 1) & -GRANULE for size in sizes]
+        needed = _rounded(sizes)
         start = self._carve(sum(needed))
         if start is None:
             return self._alloc_scattered(needed)
@@ -263,6 +263,12 @@ def _checked(size: int) -> int:
     if size <= 0:
         raise ValueError(f"size = {size}: must be positive")
     return (size + GRANULE - 1) & -GRANULE
+
+
+def _rounded(sizes: Sequence[int]) -> list[int]:
+    if sizes.count(sizes[0]) == len(sizes):  # as is usual
+        return [round_up(sizes[0])] * len(sizes)
+    return [(size + GRANULE - 1) & -GRANULE for size in sizes]
 
 
 def _not_allocated(offset: int) -> ValueError:

@@ -46,9 +46,17 @@ _numbers = itertools.count()
 class Arena:
     """``size`` bytes of shared memory. Made by ``create``; a context manager that closes it."""
 
-    def __init__(self, mapping: mmap.mmap, path: Path, fd: int, index_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        mapping: mmap.mmap,
+        path: Path,
+        fd: int,
+        index_bytes: int = 0,
+        prefault: bool = False,
+    ) -> None:
         self._mapping = mapping
         self._fd = fd
+        self._prefault = prefault
         self.path = path
         self.proof = os.urandom(PROOF_BYTES)
         """Stands in the file behind the memory: who reads it there has the same file before him."""
@@ -96,7 +104,8 @@ class Arena:
                 _index_offset(size_bytes) + index_bytes if index_bytes else size_bytes + PROOF_BYTES
             )
             os.ftruncate(fd, end)
-            return cls(_map(fd, size_bytes, huge_pages, prefault), path, fd, index_bytes)
+            mapping = _map(fd, size_bytes, huge_pages, prefault)
+            return cls(mapping, path, fd, index_bytes, prefault)
         except BaseException as e:
             path.unlink(missing_ok=True)
             os.close(fd)
@@ -126,7 +135,10 @@ class Arena:
     def map_index(self) -> mmap.mmap | None:
         """The memory of the published index, all zero at first. None: there is none."""
         offset, size = self.index_place
-        return mmap.mmap(self._fd, size, offset=offset) if size else None
+        if not size:
+            return None
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if self._prefault else 0)
+        return mmap.mmap(self._fd, size, flags, offset=offset)
 
     def close(self) -> None:
         """Removes the file. The memory itself goes with the last view of it that is still held."""

@@ -67,8 +67,10 @@ class LRU(Generic[E]):
         (self._plain if entry in self._plain else self._soft).pop(entry)
 
     def replace_batch(self, gone: Sequence[E], come: Sequence[E]) -> None:
-        deque(map(self._plain.pop, gone), maxlen=0)
-        self._plain.update(dict.fromkeys(reversed(come)))
+        plain = self._plain
+        deque(map(plain.pop, gone), maxlen=0)
+        for entry in reversed(come):  # an OrderedDict's update takes far longer
+            plain[entry] = None
 
     def touch(self, entry: E) -> None:
         if entry in self._plain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import IntEnum
 from struct import Struct
 from typing import NamedTuple
@@ -100,8 +100,10 @@ def extent_bytes(size: int) -> int:
     return (size + HEADER_BYTES + GRANULE - 1) & -GRANULE
 
 
-def extents_bytes(sizes: Iterable[int]) -> list[int]:
+def extents_bytes(sizes: Sequence[int]) -> list[int]:
     """``extent_bytes`` of each."""
+    if sizes and sizes.count(sizes[0]) == len(sizes):  # as is usual
+        return [extent_bytes(sizes[0])] * len(sizes)
     return [(size + HEADER_BYTES + GRANULE - 1) & -GRANULE for size in sizes]
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
+from p2pkv import _native
+from p2pkv._native.commit import commit_plain
 from p2pkv._native.index import Writer
 from p2pkv.arena import Arena
 from p2pkv.catalog import Catalog
@@ -233,26 +235,61 @@ class Store(Catalog):
         the extents lie there one after the other. What is allocated is never evicted: end it
         with ``commit_batch`` or ``abort_batch``. ``decided``: whatever is there is to be replaced.
         """
-        results: list[Object | Status] = [Status.OUT_OF_MEMORY] * len(keys)
-        wanted = self._admitted(buckets, keys, sizes, options, now, results, decided)
-        if len(wanted) < len(keys):
+        pin = _HARD if options.hard_pin else _SOFT if options.soft_pin else _PLAIN
+        results: list[Object | Status] = []
+        wanted: Sequence[int] = range(len(keys))
+        if not self._all_admitted(buckets, keys, sizes, options, decided):
+            results = [Status.OUT_OF_MEMORY] * len(keys)
+            wanted = self._admitted(buckets, keys, sizes, options, now, results, decided)
             buckets = [buckets[i] for i in wanted]
             keys = [keys[i] for i in wanted]
             sizes = [sizes[i] for i in wanted]
         lengths = extents_bytes(sizes)
         offsets = self._reserve(keys, lengths, now)
-        pin = _HARD if options.hard_pin else _SOFT if options.soft_pin else _PLAIN
-        made: list[Object] = []
-        for i, bucket, key, offset, size, length in zip(
-            wanted, buckets, keys, offsets, sizes, lengths, strict=True
-        ):
-            if offset is not None:
-                item = Object(key, bucket, offset, size, length, options, pin)
-                results[i] = item
-                made.append(item)
+        made = [
+            Object(key, bucket, offset, size, length, options, pin)
+            for key, bucket, offset, size, length in zip(
+                keys, buckets, offsets, sizes, lengths, strict=True
+            )
+            if offset is not None
+        ]
         self._enter(made)
+        if not results and len(made) == len(keys):
+            return [*made]
         self.counters.refused_memory += len(wanted) - len(made)
+        results = results or [Status.OUT_OF_MEMORY] * len(keys)
+        there = [i for i, offset in zip(wanted, offsets, strict=True) if offset is not None]
+        for i, item in zip(there, made, strict=True):
+            results[i] = item
         return results
+
+    def _all_admitted(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        options: PutOptions,
+        decided: bool,
+    ) -> bool:
+        """Whether nothing can speak against any of the keys, as is usual."""
+        lengths = set(map(len, keys))
+        if options.hard_pin or not (
+            len(buckets) == len(keys) == len(sizes) > 0
+            and min(lengths) > 0
+            and max(lengths) <= self.key_bytes_max
+            and min(sizes) >= 0
+            and max(sizes) <= self.value_bytes_max
+            and self.buckets.keys() >= set(buckets)
+        ):
+            return False
+        if decided:
+            return True
+        index = self.index
+        found = [index[b].get(k) for b, k in zip(buckets, keys, strict=True)]
+        if found.count(None) == len(found):
+            return True
+        once = [item for item in found if item is not None and item.options.write_once]
+        return not (once or options.if_absent)
 
     def _admitted(
         self,
@@ -348,26 +385,49 @@ class Store(Catalog):
             for item, checksum in zip(items, checksums, strict=True):
                 if item.state is _ALLOCATED:
                     item.checksum = checksum
+        self.allocated.difference_update(items)
+        gone = self._commit_plain(items if isinstance(items, list) else list(items))
+        if gone is not None:
+            self._bury(gone, Reason.OVERWRITTEN)
+            self._count_puts(items)
+            return [_OK] * len(items)
         replaced: list[Object] = []
         before = self._version
-        self.allocated.difference_update(items)
-        statuses = self._commit_plain(items, replaced)
-        if statuses is None:
-            statuses = [self._commit(item, now, replaced, decided) for item in items]
-            self.policy.touch_batch(items)
+        statuses = [self._commit(item, now, replaced, decided) for item in items]
+        self.policy.touch_batch(items)
         shown = dict.fromkeys([item for item in items if item.version > before])
         if self.published is not None:
             self.published.publish(shown)
         self._bury(replaced, Reason.OVERWRITTEN)
-        self.counters.puts += len(shown)
-        self.counters.put_bytes += sum([item.size for item in shown])
+        self._count_puts(shown)
         return statuses
 
-    def _commit_plain(self, items: Sequence[Object], replaced: list[Object]) -> list[Status] | None:
-        """As ``_commit`` for each item, where all are of the usual kind; else None, nothing done.
+    def _count_puts(self, items: Collection[Object]) -> None:
+        self.counters.puts += len(items)
+        self.counters.put_bytes += sum([item.size for item in items])
+
+    def _commit_plain(self, items: list[Object]) -> list[Object] | None:
+        """As ``_commit`` for each item, where all are of the usual kind: what they replace.
 
         Usual: different keys, no option, and what they replace had none, neither pins nor a ttl.
+        Else None, and nothing is done.
         """
+        if _native.available:
+            gone = commit_plain(
+                self.published, self.arena.address, items, self.buckets, PLAIN,
+                (_ALLOCATED, _COMMITTED), self._version,
+            )  # fmt: skip
+            self._version += 0 if gone is None else len(items)
+        else:
+            gone = self._commit_in_python(items)
+        if gone is not None:
+            self.policy.replace_batch(gone, items)
+            self.evictable_bytes += sum([item.extent_bytes for item in items])
+            self.evictable_bytes -= sum([item.extent_bytes for item in gone])
+        return gone
+
+    def _commit_in_python(self, items: list[Object]) -> list[Object] | None:
+        """``_commit_plain`` where there is no extension."""
         buckets = self.buckets
         before: list[Object | None] = []
         for item in items:
@@ -379,13 +439,10 @@ class Store(Catalog):
             before.append(there)
         if len({item.key for item in items}) < len(items):
             return None
-        gone = [there for there in before if there is not None]
         self._show_plain(items, before)
-        self.policy.replace_batch(gone, items)
-        self.evictable_bytes += sum([item.extent_bytes for item in items])
-        self.evictable_bytes -= sum([item.extent_bytes for item in gone])
-        replaced += gone
-        return [_OK] * len(items)
+        if self.published is not None:
+            self.published.publish(items)
+        return [there for there in before if there is not None]
 
     def _commit(self, item: Object, now: int, replaced: list[Object], decided: bool) -> Status:
         if item.state is not _ALLOCATED:

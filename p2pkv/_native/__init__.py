@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Batch: TypeAlias = "Pieces | Sequence[Buffer]"
 
-ABI: Final = 3
+ABI: Final = 4
 CLOSED: Final = 4096
 """Error of a receive: the peer closed the connection before the end."""
 

@@ -19,6 +19,7 @@ SOURCES = [
     "index.c",
     "python_pieces.c",
     "python_index.c",
+    "python_commit.c",
     "read_protocol.c",
     "read_answer.c",
     "read_server.c",

@@ -8,7 +8,7 @@
  */
 
 enum {
-    P2PKV_ABI = 3,       /* raised with every change of this file or of the pieces' layout */
+    P2PKV_ABI = 4,       /* raised with every change of this file or of the pieces' layout */
     P2PKV_CLOSED = 4096, /* the peer closed its side in good order before the end */
     P2PKV_PREFIX = 12    /* bytes before a head: u32 head length, u64 payload length */
 };

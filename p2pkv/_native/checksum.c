@@ -1,5 +1,6 @@
 /*
- * XXH3 of 64 bits, seed 0, as specified in the xxHash project's doc/xxhash_spec.md.
+ * XXH3 of 64 bits, as specified in the xxHash project's doc/xxhash_spec.md. Values have
+ * seed 0; keys, which are short, any.
  *
  * Values of more than 240 bytes go through eight accumulators, 64 bytes (a stripe) at a time. Sixteen
  * stripes are a block, after which the accumulators are scrambled. The last 64 bytes are a stripe of
@@ -17,7 +18,6 @@
 enum {
     STRIPE = 64,
     BLOCK_STRIPES = 16,
-    SHORT_MAX = 240,
     SECRET = 192,
     SCRAMBLE_AT = SECRET - STRIPE,
     LAST_AT = SECRET - STRIPE - 7,
@@ -97,51 +97,56 @@ static uint64_t avalanche_xxh64(uint64_t hash) {
 
 /* -- up to 240 bytes */
 
-static uint64_t mixed_16(const uint8_t *p, const uint8_t *key) {
-    return folded(load_u64(p) ^ load_u64(key), load_u64(p + 8) ^ load_u64(key + 8));
+static uint64_t mixed_16(const uint8_t *p, const uint8_t *key, uint64_t seed) {
+    return folded(load_u64(p) ^ (load_u64(key) + seed),
+                  load_u64(p + 8) ^ (load_u64(key + 8) - seed));
 }
 
-static uint64_t of_0_to_16(const uint8_t *p, size_t n) {
+static uint64_t of_0_to_16(const uint8_t *p, size_t n, uint64_t seed) {
     if (n > 8) {
-        uint64_t low = load_u64(p) ^ load_u64(secret + 24) ^ load_u64(secret + 32);
-        uint64_t high = load_u64(p + n - 8) ^ load_u64(secret + 40) ^ load_u64(secret + 48);
+        uint64_t low = load_u64(p) ^ ((load_u64(secret + 24) ^ load_u64(secret + 32)) + seed);
+        uint64_t high = load_u64(p + n - 8) ^ ((load_u64(secret + 40) ^ load_u64(secret + 48)) - seed);
         return avalanche(n + __builtin_bswap64(low) + high + folded(low, high));
     }
     if (n >= 4) {
         uint64_t both = load_u32(p + n - 4) + ((uint64_t)load_u32(p) << 32);
-        uint64_t hash = both ^ load_u64(secret + 8) ^ load_u64(secret + 16);
+        seed ^= (uint64_t)__builtin_bswap32((uint32_t)seed) << 32;
+        uint64_t hash = both ^ ((load_u64(secret + 8) ^ load_u64(secret + 16)) - seed);
         hash = (hash ^ rotated(hash, 49) ^ rotated(hash, 24)) * PRIME_MX2;
         hash = (hash ^ ((hash >> 35) + n)) * PRIME_MX2;
         return hash ^ hash >> 28;
     }
     if (n > 0) {
         uint32_t all = (uint32_t)p[0] << 16 | (uint32_t)p[n >> 1] << 24 | p[n - 1] | (uint32_t)n << 8;
-        return avalanche_xxh64(all ^ (uint64_t)(load_u32(secret) ^ load_u32(secret + 4)));
+        return avalanche_xxh64(all ^ ((uint64_t)(load_u32(secret) ^ load_u32(secret + 4)) + seed));
     }
-    return avalanche_xxh64(load_u64(secret + 56) ^ load_u64(secret + 64));
+    return avalanche_xxh64(seed ^ load_u64(secret + 56) ^ load_u64(secret + 64));
 }
 
-static uint64_t of_17_to_128(const uint8_t *p, size_t n) {
+static uint64_t of_17_to_128(const uint8_t *p, size_t n, uint64_t seed) {
     uint64_t hash = n * PRIME64_1;
     for (size_t i = (n - 1) / 32 + 1; i-- > 0;) {
-        hash += mixed_16(p + 16 * i, secret + 32 * i);
-        hash += mixed_16(p + n - 16 * (i + 1), secret + 32 * i + 16);
+        hash += mixed_16(p + 16 * i, secret + 32 * i, seed);
+        hash += mixed_16(p + n - 16 * (i + 1), secret + 32 * i + 16, seed);
     }
     return avalanche(hash);
 }
 
-static uint64_t of_129_to_240(const uint8_t *p, size_t n) {
+static uint64_t of_129_to_240(const uint8_t *p, size_t n, uint64_t seed) {
     uint64_t hash = n * PRIME64_1;
     for (size_t i = 0; i < 8; i++)
-        hash += mixed_16(p + 16 * i, secret + 16 * i);
+        hash += mixed_16(p + 16 * i, secret + 16 * i, seed);
     hash = avalanche(hash);
     for (size_t i = 8; i < n / 16; i++)
-        hash += mixed_16(p + 16 * i, secret + 16 * (i - 8) + 3);
-    return avalanche(hash + mixed_16(p + n - 16, secret + 136 - 17));
+        hash += mixed_16(p + 16 * i, secret + 16 * (i - 8) + 3, seed);
+    return avalanche(hash + mixed_16(p + n - 16, secret + 136 - 17, seed));
 }
 
-static uint64_t of_short(const uint8_t *p, size_t n) {
-    return n <= 16 ? of_0_to_16(p, n) : n <= 128 ? of_17_to_128(p, n) : of_129_to_240(p, n);
+uint64_t p2pkv_hash_short(const void *bytes, size_t n, uint64_t seed) {
+    const uint8_t *p = bytes;
+    return n <= 16    ? of_0_to_16(p, n, seed)
+           : n <= 128 ? of_17_to_128(p, n, seed)
+                      : of_129_to_240(p, n, seed);
 }
 
 /* -- longer ones: stripes, then the scrambling at the end of a block */
@@ -264,8 +269,8 @@ static uint64_t finish(struct state *state, uint64_t bytes) {
 
 uint64_t p2pkv_hash(const uint8_t *bytes, size_t n) {
     struct state state;
-    if (n <= SHORT_MAX)
-        return of_short(bytes, n);
+    if (n <= P2PKV_HASH_SHORT_MAX)
+        return p2pkv_hash_short(bytes, n, 0);
     begin(&state);
     feed(&state, find_taker(0), bytes, n);
     return finish(&state, n);
@@ -301,7 +306,7 @@ struct copying {
 
 static uint64_t one_value(struct copying *copying, uint64_t size) {
     struct state state;
-    uint8_t together[SHORT_MAX];
+    uint8_t together[P2PKV_HASH_SHORT_MAX];
     size_t run, done = 0;
     begin(&state);
     for (uint64_t left = size; left > 0; left -= run) {
@@ -310,7 +315,7 @@ static uint64_t one_value(struct copying *copying, uint64_t size) {
         uint8_t *target = NULL;
         if (copying->to != NULL)
             target = run_at(copying->to, &copying->into, run, &run);
-        if (size <= SHORT_MAX)
+        if (size <= P2PKV_HASH_SHORT_MAX)
             memcpy(together + done, source, run);
         else
             feed(&state, copying->take, source, run);
@@ -321,7 +326,7 @@ static uint64_t one_value(struct copying *copying, uint64_t size) {
         p2pkv_advance(copying->from, &copying->at, run);
         done += run;
     }
-    return size <= SHORT_MAX ? of_short(together, (size_t)size) : finish(&state, size);
+    return size <= P2PKV_HASH_SHORT_MAX ? p2pkv_hash_short(together, (size_t)size, 0) : finish(&state, size);
 }
 
 static void all_values(struct copying *copying, const uint64_t *sizes, size_t n, uint64_t *sums) {

@@ -10,21 +10,14 @@
 
 #include "native.h"
 
-enum { LINE = 64, FIND_TRIES = 4, VALUE_COMMITTED = 1 };
+enum { LINE = 64, FIND_TRIES = 4 };
 
-#define VALUE_MAGIC 0x31766b703270ull /* "p2pkv1", as in objects.py */
 #define NO_SLOT UINT64_MAX
 
 _Static_assert(sizeof(struct p2pkv_slot) == 192, "a slot is three lines");
 _Static_assert(sizeof(struct p2pkv_gate) == 16, "gates are laid out by the file's format");
 _Static_assert(sizeof(struct p2pkv_index) == 320, "the header is laid out by the file's format");
 _Static_assert(sizeof(pthread_mutex_t) <= 64, "the header has room for a mutex");
-
-/* The 64 bytes before a value, as in objects.py. */
-struct value_header {
-    uint64_t magic, key_hash, size, version, checksum;
-    uint32_t state, has_checksum;
-};
 
 #define READ(p) atomic_load_explicit(p, memory_order_relaxed)
 #define WRITE(p, v) atomic_store_explicit(p, v, memory_order_relaxed)
@@ -247,6 +240,12 @@ void p2pkv_index_prefetch(const struct p2pkv_index *index, const struct p2pkv_ke
         (const void *)&p2pkv_tags(index)[group_of(index, key->hash, 0) * P2PKV_INDEX_WAYS]);
 }
 
+void p2pkv_index_prefetch_tags(const struct p2pkv_index *index, const struct p2pkv_key *key) {
+    for (int which = 0; which < 2; which++)
+        __builtin_prefetch(
+            &p2pkv_tags(index)[group_of(index, key->hash, which) * P2PKV_INDEX_WAYS], 1);
+}
+
 static int read_slot(const struct p2pkv_index *index, uint64_t number, const struct p2pkv_key *key,
                      struct p2pkv_entry *entry) {
     const struct p2pkv_slot *slot = &p2pkv_slots(index)[number];
@@ -332,10 +331,10 @@ int p2pkv_index_absent(const struct p2pkv_index *index, const struct p2pkv_key *
 }
 
 int p2pkv_entry_unchanged(const struct p2pkv_entry *entry, const void *arena) {
-    struct value_header header;
+    struct p2pkv_value_header header;
     atomic_thread_fence(memory_order_acquire);
     memcpy(&header, (const char *)arena + entry->offset - P2PKV_VALUE_HEADER, sizeof(header));
-    return header.magic == VALUE_MAGIC && header.state == VALUE_COMMITTED &&
+    return header.magic == P2PKV_VALUE_MAGIC && header.state == P2PKV_VALUE_COMMITTED &&
            header.version == entry->version && header.size == entry->size;
 }
 
@@ -399,6 +398,13 @@ static uint64_t find_free(const struct p2pkv_index *index, uint64_t hash) {
     return best;
 }
 
+void p2pkv_index_prefetch_free(const struct p2pkv_index *index, const struct p2pkv_key *key) {
+    uint64_t at = find_free(index, key->hash);
+    const char *slot = (const char *)&p2pkv_slots(index)[at == NO_SLOT ? 0 : at];
+    for (int line = 0; line < 3; line++)
+        __builtin_prefetch(slot + line * LINE, 1);
+}
+
 static void begin_write(struct p2pkv_slot *slot) {
     WRITE(&slot->seq, READ(&slot->seq) + 1);
     atomic_thread_fence(memory_order_release);
@@ -449,6 +455,18 @@ int p2pkv_index_withdraw(struct p2pkv_index *index, uint64_t at, uint64_t versio
     atomic_store_explicit(&p2pkv_tags(index)[at], 0, memory_order_release);
     WRITE(&index->published, READ(&index->published) - 1);
     return 1;
+}
+
+void p2pkv_index_recount(struct p2pkv_index *index, uint32_t bucket, int64_t before, int64_t now) {
+    int refused = (now == P2PKV_SLOT_REFUSED) - (before == P2PKV_SLOT_REFUSED);
+    int all = refused + (now == P2PKV_SLOT_UNFIT) - (before == P2PKV_SLOT_UNFIT);
+    if (bucket >= index->buckets)
+        return;
+    if (refused) {
+        _Atomic uint32_t *count = &p2pkv_gates(index)[bucket].unpublished;
+        atomic_store_explicit(count, READ(count) + (uint32_t)refused, memory_order_seq_cst);
+    }
+    atomic_fetch_add_explicit(&index->refused, (uint64_t)(int64_t)all, memory_order_relaxed);
 }
 
 /* -- gates */

@@ -32,7 +32,17 @@ enum {
     P2PKV_INDEX_KEY_WORDS = P2PKV_INDEX_KEY_MAX / 8,
     P2PKV_INDEX_WAYS = 8,
     P2PKV_INDEX_HOLDS = 16384, /* counters of holds; values may share one */
-    P2PKV_VALUE_HEADER = 64
+    P2PKV_VALUE_HEADER = 64,
+    P2PKV_VALUE_COMMITTED = 1
+};
+
+#define P2PKV_VALUE_MAGIC 0x31766b703270ull /* "p2pkv1", as in objects.py */
+
+/* The 64 bytes before a value, as in objects.py. */
+struct p2pkv_value_header {
+    uint64_t magic, key_hash, size, version, checksum;
+    uint32_t state, has_checksum;
+    uint64_t reserved[2];
 };
 
 #define P2PKV_INDEX_MAGIC 0x3178656469766b70ull /* "pkvidex1" */
@@ -153,9 +163,21 @@ void p2pkv_index_let_go(const struct p2pkv_index *index, uint64_t offset);
 
 /* -- writing: one thread of the node */
 
+/* For writing: brings the tags of both groups up, and then the slot that a new key is likely to get. */
+void p2pkv_index_prefetch_tags(const struct p2pkv_index *index, const struct p2pkv_key *key);
+void p2pkv_index_prefetch_free(const struct p2pkv_index *index, const struct p2pkv_key *key);
+
 /* Publishes an object, in the place of one of the same key. Its slot, or -1: there is no room. */
 int64_t p2pkv_index_publish(struct p2pkv_index *index, const struct p2pkv_key *key,
                             const struct p2pkv_entry *entry);
+
+/* In the place of the slot of an object that has none: there was no room, it is not to be published,
+ * its key is too long. */
+enum { P2PKV_SLOT_REFUSED = -1, P2PKV_SLOT_NOWHERE = -2, P2PKV_SLOT_UNFIT = -3 };
+
+/* An object's slot is not what it was. Of those that are not in the index its bucket counts only what
+ * somebody may look for. */
+void p2pkv_index_recount(struct p2pkv_index *index, uint32_t bucket, int64_t before, int64_t now);
 
 /* Takes the object of this version out of its slot; nothing if another is there. */
 int p2pkv_index_withdraw(struct p2pkv_index *index, uint64_t slot, uint64_t version);

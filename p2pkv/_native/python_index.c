@@ -23,7 +23,7 @@ enum {
 
 /* -- writing: objects of the store, by their attributes */
 
-enum { REFUSED = -1, NOWHERE = -2, UNFIT = -3 }; /* values of Object.slot */
+enum { REFUSED = P2PKV_SLOT_REFUSED, NOWHERE = P2PKV_SLOT_NOWHERE, UNFIT = P2PKV_SLOT_UNFIT };
 
 struct names {
     PyObject *key, *bucket, *offset, *size, *version, *expires_at, *slot, *options, *write_once;
@@ -110,22 +110,6 @@ static int key_of(PyObject *object, struct p2pkv_key *key) {
     return p2pkv_key_set(key, bytes, (size_t)length);
 }
 
-/* An object's slot is not what it was. Of those that are not in the index its bucket counts only what
- * somebody may look for. */
-static void count_unpublished(struct p2pkv_index *index, uint32_t bucket, long long before,
-                              long long now) {
-    int refused = (now == REFUSED) - (before == REFUSED);
-    int all = refused + (now == UNFIT) - (before == UNFIT);
-    if (bucket >= index->buckets)
-        return;
-    if (refused) {
-        _Atomic uint32_t *count = &p2pkv_gates(index)[bucket].unpublished;
-        uint32_t counted = atomic_load_explicit(count, memory_order_relaxed);
-        atomic_store_explicit(count, counted + (uint32_t)refused, memory_order_seq_cst);
-    }
-    atomic_fetch_add_explicit(&index->refused, (uint64_t)(int64_t)all, memory_order_relaxed);
-}
-
 static int publish_one(struct p2pkv_index *index, PyObject *object, const struct names *n) {
     struct p2pkv_entry entry = {0};
     struct p2pkv_key key;
@@ -143,7 +127,7 @@ static int publish_one(struct p2pkv_index *index, PyObject *object, const struct
     Py_DECREF(name);
     if (slot == before)
         return 0;
-    count_unpublished(index, entry.bucket, before, slot);
+    p2pkv_index_recount(index, entry.bucket, before, slot);
     return set_slot(object, n, slot);
 }
 
@@ -161,7 +145,7 @@ static int withdraw_one(struct p2pkv_index *index, PyObject *object, const struc
     } else {
         if (number_of(object, n->bucket, &bucket))
             return -1;
-        count_unpublished(index, (uint32_t)bucket, slot, NOWHERE);
+        p2pkv_index_recount(index, (uint32_t)bucket, slot, NOWHERE);
     }
     return set_slot(object, n, NOWHERE);
 }
@@ -717,6 +701,8 @@ uintptr_t p2pkv_index_function(int which) {
         return (uintptr_t)places;
     case 9:
         return (uintptr_t)buckets;
+    case 10:
+        return p2pkv_commit_function();
     default:
         return 0;
     }
