@@ -115,6 +115,26 @@ class Allocator:
         self._used.update(zip(offsets, needed, strict=True))
         return offsets
 
+    def split(self, offset: int, sizes: Sequence[int]) -> list[int]:
+        """Cuts extents of these sizes off the start of an allocated one; what is left stays one.
+
+        Raises ValueError if there is none at ``offset``, it is too small, or a size is not
+        positive.
+        """
+        whole = self.size_of(offset)
+        if not sizes:
+            return []
+        _checked(min(sizes))
+        needed = _rounded(sizes)
+        total = sum(needed)
+        if total > whole:
+            raise ValueError(f"sizes of {total} bytes: the extent at {offset} has {whole}")
+        offsets = list(accumulate(needed[:-1], initial=offset))
+        self._used.update(zip(offsets, needed, strict=True))
+        if total < whole:
+            self._used[offset + total] = whole - total
+        return offsets
+
     def _alloc_scattered(self, sizes: list[int]) -> list[int] | None:
         offsets: list[int] = []
         for size in sizes:

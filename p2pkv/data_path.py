@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from p2pkv import _native, wire
+from p2pkv.ahead import Ahead, Filling
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.config import Limits
 from p2pkv.errors import DeviceError, ProtocolError
@@ -61,6 +62,8 @@ class DataPath:
         self.arena: SharedArena | RemoteArena | None = None
         if shared and welcome.arena:
             self.arena = SharedArena.open(*welcome.arena, index=welcome.index)
+        self.ahead = Ahead(self.arena) if isinstance(self.arena, SharedArena) else None
+        """The room that we have in memory that is shared."""
         self.session = session
         self._welcome = welcome
         self._limits = limits
@@ -156,7 +159,7 @@ class DataPath:
 class _Call:
     """One request under way on a path."""
 
-    __slots__ = ("index", "plain", "put", "request", "sent_ns")
+    __slots__ = ("filled", "filling", "index", "plain", "put", "request", "sent_ns")
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
@@ -166,6 +169,10 @@ class _Call:
         """Whether its bytes travel on the connection, whatever else there is."""
         self.put: SharedPut | None = None
         """What is being committed."""
+        self.filling: Filling | None = None
+        """What waits for room."""
+        self.filled = False
+        """Whether the answer tells of the room that is left."""
 
 
 class DataExchange:
@@ -257,6 +264,29 @@ class DataExchange:
 
     def _send(self, path: DataPath, call: _Call, deadline_ns: int) -> None:
         request = call.request
+        filling = path.ahead.put(request) if path.ahead and not call.plain else None
+        if filling is not None:
+            self._send_ahead(path, call, filling, deadline_ns)
+            return
+        self._send_alone(path, call, deadline_ns)
+
+    def _send_ahead(self, path: DataPath, call: _Call, filling: Filling, deadline_ns: int) -> None:
+        """Write to the room that is there, or ask for some."""
+        ahead = path.ahead
+        assert ahead is not None
+        if filling.needed <= ahead.size:
+            call.filling, call.filled = None, True
+            message = filling.write(ahead, path.session)
+            call.request.sent = True
+        else:
+            call.filling = filling
+            message = filling.lease(path.session)
+        self._waiting.setdefault(path, {})[message.id] = call
+        path.used_ns = time.monotonic_ns()
+        path.link.send(message, deadline_ns)
+
+    def _send_alone(self, path: DataPath, call: _Call, deadline_ns: int) -> None:
+        request = call.request
         message = message_for(request, path.session, None if call.plain else path.arena)
         self._waiting[path][message.id] = call
         call.sent_ns = time.monotonic_ns()
@@ -303,6 +333,8 @@ class DataExchange:
         return path.link.receive(deadline_ns, sinks.get)
 
     def _take(self, path: DataPath, call: _Call, reply: Reply, deadline_ns: int) -> None:
+        if path.ahead and call.filled and reply.kind == Kind.STATUSES:
+            path.ahead.take(reply.body.room)
         if reply.kind == Kind.ERROR and reply.body.fault == wire.Fault.NO_SESSION:
             self.forgotten.add(path)
             if not call.request.unsure:
@@ -310,6 +342,8 @@ class DataExchange:
             self.answers[call.index] = reply
         elif reply.kind == Kind.ALLOCATED and call.request.kind == Kind.PUT:
             self._fill(path, call, reply, deadline_ns)
+        elif call.filling is not None:
+            self._take_room(path, call, call.filling, reply, deadline_ns)
         elif reply.kind == Kind.STATUSES and call.put is not None:
             self.answers[call.index] = call.put.reply(reply)
         elif reply.kind == Kind.VALUES and isinstance(path.arena, RemoteArena):
@@ -322,6 +356,20 @@ class DataExchange:
             self._copy(path.arena, call, reply)
         else:
             self.answers[call.index] = reply
+
+    def _take_room(
+        self, path: DataPath, call: _Call, filling: Filling, reply: Reply, deadline_ns: int
+    ) -> None:
+        """Write to the room that was given; if it is none, ask for each extent."""
+        assert path.ahead is not None
+        call.filling = None
+        if reply.kind == Kind.STATUSES:
+            path.ahead.take(reply.body.room)
+        if filling.needed <= path.ahead.size:
+            self._send_ahead(path, call, filling, deadline_ns)
+        else:
+            self._waiting.setdefault(path, {})
+            self._send_alone(path, call, deadline_ns)
 
     def _copy(self, arena: SharedArena, call: _Call, reply: Reply) -> None:
         """Take the values that lie in memory that we share."""

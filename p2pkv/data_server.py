@@ -22,7 +22,7 @@ from p2pkv.clock import monotonic
 from p2pkv.config import Limits
 from p2pkv.connection import Connection, Outgoing
 from p2pkv.errors import ConfigError, ProtocolError
-from p2pkv.sessions import Deferred
+from p2pkv.sessions import Deferred, Shared
 from p2pkv.stream import (
     MAGIC,
     PREFACE,
@@ -70,12 +70,12 @@ class Service(Protocol):
         session: bytes,
         head: wire.Head,
         frames: Sequence[wire.Buffer],
-        shared: dict[int, Any],
+        shared: Shared,
     ) -> Response | Deferred:
         """Answer a request. ``shared`` is what this connection's client fills by itself."""
         ...
 
-    def unshare(self, shared: dict[int, Any], proven: bool) -> None:
+    def unshare(self, shared: Shared, proven: bool) -> None:
         """The connection is closed. ``proven``: by the client or its kernel, so that the client
         begins no write to the arena any more."""
         ...
@@ -177,7 +177,7 @@ class _Peer(Connection):
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.session = b""
-        self.shared: dict[int, Any] = {}
+        self.shared = Shared()
         """What its client may be writing into the arena by itself."""
         self._server = server
         self._service = service

@@ -24,6 +24,19 @@ class Users(Protocol):
         """Those of the objects, which nobody can find any more, that are being used."""
 
 
+class Room:
+    """Memory that is not an object's yet: somebody fills it from its start, value by value."""
+
+    __slots__ = ("end", "start")
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
 class Extents:
     """The arena's space as objects take it and give it back."""
 
@@ -34,6 +47,7 @@ class Extents:
         "release_later",
         "retiring",
         "retiring_bytes",
+        "rooms",
         "users",
         "view",
     )
@@ -46,6 +60,7 @@ class Extents:
         """Cost of all objects that have an extent."""
         self.retiring: dict[Object, None] = {}
         self.retiring_bytes = 0
+        self.rooms: set[Room] = set()
         self.lent: dict[Object, None] = {}
         """Of the retiring those without readers, which ``users`` still told of."""
         self.release_later: deque[Object] = deque()
@@ -67,6 +82,42 @@ class Extents:
         """Offset of one value, or None."""
         offset = self.allocator.alloc(length)
         return None if offset is None else offset + HEADER_BYTES
+
+    # -- room ahead of objects
+
+    @property
+    def rooms_bytes(self) -> int:
+        return sum(map(len, self.rooms))
+
+    def open_room(self, offset: int) -> Room:
+        """Makes what ``take_one`` gave a room."""
+        start = offset - HEADER_BYTES
+        room = Room(start, start + self.allocator.size_of(start))
+        self.rooms.add(room)
+        return room
+
+    def carve(self, room: Room, lengths: Sequence[int]) -> list[int]:
+        """Offsets of values in extents of ``lengths`` bytes from the start of the room.
+
+        Raises ValueError if it is too small.
+        """
+        starts = self.allocator.split(room.start, lengths)
+        room.start += sum(lengths)
+        if room.start == room.end:
+            self.rooms.discard(room)
+        return [start + HEADER_BYTES for start in starts]
+
+    def give_up(self, offsets: Iterable[int]) -> None:
+        """Frees extents that were carved and became no objects."""
+        self.allocator.free_batch([offset - HEADER_BYTES for offset in offsets])
+
+    def close_room(self, room: Room) -> None:
+        """Frees what is left of it. May be called again."""
+        if room in self.rooms:
+            self.rooms.discard(room)
+            self.allocator.free(room.start)
+
+    # -- objects
 
     def charge(self, items: Sequence[Object]) -> None:
         """Counts the records of new objects."""

@@ -94,6 +94,7 @@ def collect(node: Node) -> wire.NodeStats:
         "memory_free_bytes": store.free_bytes,
         "memory_largest_free_bytes": store.largest_free_bytes,
         "memory_retiring_bytes": store.retiring_bytes,
+        "memory_rooms_bytes": store.rooms_bytes,
         "memory_fragmentation_ratio": store.fragmentation,
         "hard_pinned_bytes": store.hard_pinned_bytes,
         "hard_pin_quota_bytes": store.hard_pin_quota_bytes,

@@ -22,7 +22,7 @@ from p2pkv.handlers import Handlers
 from p2pkv.ownership import Ownership
 from p2pkv.payload import FRAMES, STREAM
 from p2pkv.routing import Reply, Request
-from p2pkv.sessions import Deferred, Response, Session, Sessions
+from p2pkv.sessions import Deferred, Response, Session, Sessions, Shared
 from p2pkv.transport import ServerSocket, new_client_id, new_session
 from p2pkv.types import Member
 from p2pkv.ucx_transfer import Busy
@@ -168,7 +168,7 @@ class Frontend:
         session_id: bytes,
         head: wire.Head,
         frames: Sequence[wire.Buffer],
-        shared: dict[int, Any],
+        shared: Shared,
     ) -> Response | Deferred:
         """Answer a request. ``shared`` is what this connection's client fills by itself."""
         session = self._sessions.get(session_id)
@@ -182,7 +182,7 @@ class Frontend:
         finally:
             session.packing, session.shared = FRAMES, None
 
-    def unshare(self, shared: dict[int, Any], proven: bool) -> None:
+    def unshare(self, shared: Shared, proven: bool) -> None:
         """The connection is closed. ``proven``: by the client or its kernel."""
         self._handlers.sharing.unshare_all(shared, proven)
 

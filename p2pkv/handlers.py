@@ -21,6 +21,7 @@ from p2pkv.journal import Journal
 from p2pkv.quarantine import Quarantine
 from p2pkv.reading import Reading
 from p2pkv.receiving import Arriving, Receiving
+from p2pkv.rooms import Rooms
 from p2pkv.sessions import Deferred, Response, Session
 from p2pkv.sharing import Sharing
 from p2pkv.wire import Checksums, Fault, Kind
@@ -61,7 +62,8 @@ class Handlers:
         self.allocating = Allocating(self.admission, self.sharing, self.arrivals, journal)
         self.receiving = Receiving(self.admission, self.arrivals, journal)
         self._kinds: dict[int, Handler] = {Kind.PING: lambda *_: (Kind.PONG, wire.Empty(), ())}
-        for part in (self.reading, self.writing, self.allocating, self.receiving):
+        rooms = Rooms(self.admission, self.arrivals, self.writing, journal)
+        for part in (self.reading, self.writing, self.allocating, self.receiving, rooms):
             self.answer_also(part.handlers)
         self.answer_also(extra)
 

@@ -78,6 +78,14 @@ class Outcome(Deferred):
         self.statuses[at] = status
         self.copies[at] = min(copies, 255)
 
+    def set_all(self, at: Sequence[int], statuses: Sequence[int]) -> None:
+        """Statuses of writes that are done here, and that nobody else must have."""
+        if self.required <= 1 and len(at) == len(self.statuses) and not any(statuses):
+            self.copies = bytearray(b"\1") * len(at)
+            return
+        for i, status in zip(at, statuses, strict=True):
+            self.set(i, status, 0 if status else 1)
+
     def arrive(self, at: int, status: int, copies: int) -> None:
         """A status that was expected. Where a key has several, the first that is not OK stays."""
         if not self.statuses[at]:
@@ -180,14 +188,13 @@ class Journal:
     def put(self, items: Sequence[Object], at: Sequence[int], outcome: Outcome, now: int) -> None:
         """Make allocated objects, whose bytes are there, visible; or take them back."""
         shared = self.replicas.shared
+        if shared.isdisjoint([item.bucket for item in items]):
+            outcome.set_all(at, self.store.commit_batch(items, now))
+            return
         alone = [i for i, item in enumerate(items) if item.bucket not in shared]
         if alone:
-            chosen = items if len(alone) == len(items) else [items[i] for i in alone]
-            done = self.store.commit_batch(chosen, now)
-            for i, status in zip(alone, done, strict=True):
-                outcome.set(at[i], status, 0 if status else 1)
-            if len(alone) == len(items):
-                return
+            done = self.store.commit_batch([items[i] for i in alone], now)
+            outcome.set_all([at[i] for i in alone], done)
         for i, item in zip(at, items, strict=True):
             if item.bucket in shared:
                 self._put(item, outcome, i, now)

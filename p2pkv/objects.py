@@ -232,6 +232,8 @@ class StoreStats(msgspec.Struct, frozen=True):
     free_extents: int
     retiring: int
     retiring_bytes: int
+    rooms_bytes: int
+    """Given to clients ahead of their puts."""
     hard_pinned: int
     hard_pinned_bytes: int
     hard_pin_quota_bytes: int

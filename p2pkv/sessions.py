@@ -14,6 +14,7 @@ from typing import Any
 
 from p2pkv.errors import ProtocolError
 from p2pkv.expiry import ExpiryHeap
+from p2pkv.extents import Room
 from p2pkv.objects import Object, State
 from p2pkv.payload import FRAMES
 from p2pkv.store import Store
@@ -105,6 +106,19 @@ class Token:
         return self.items[0]
 
 
+class Shared(dict[int, Object]):
+    """What the client of one data connection may touch in the arena: objects by id, and room."""
+
+    __slots__ = ("room",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: Room | None = None
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 or self.room is not None
+
+
 class Session:
     """One peer's conversation."""
 
@@ -131,8 +145,8 @@ class Session:
         """Admits the session's data connection."""
         self.packing = FRAMES
         """How the way suits that its present request came."""
-        self.shared: dict[int, Object] | None = None
-        """What the client fills itself, by allocation, on the connection of its present request."""
+        self.shared: Shared | None = None
+        """What the client fills itself, on the connection of its present request."""
         self.allocations: dict[int, Allocation] = {}
         self.tokens: dict[int, Token] = {}
         self.held = 0

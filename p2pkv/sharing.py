@@ -12,7 +12,7 @@ from p2pkv import wire
 from p2pkv.admission import Admission
 from p2pkv.objects import Object, State
 from p2pkv.quarantine import Quarantine
-from p2pkv.sessions import TOKENS_MAX, Response, Session, Sessions
+from p2pkv.sessions import TOKENS_MAX, Response, Session, Sessions, Shared
 from p2pkv.store import Store
 from p2pkv.wire import Kind, Status
 
@@ -36,30 +36,33 @@ class Sharing:
 
     # -- to be filled
 
-    def share(self, shared: dict[int, Object], items: dict[int, Object]) -> None:
+    def share(self, shared: Shared, items: dict[int, Object]) -> None:
         """Hold the extents for as long as the client may write to them."""
         self._store.acquire_batch(list(items.values()))
         shared.update(items)
 
-    def unshare(self, shared: dict[int, Object], ids: Iterable[int]) -> None:
+    def unshare(self, shared: Shared, ids: Iterable[int]) -> None:
         """The client writes to these no more."""
         ids = [id for id in ids if id in shared]
         self.quarantine.remote.difference_update(ids)
         if ids:
             self._store.release_batch([shared.pop(id) for id in ids])
 
-    def unshare_late(self, shared: dict[int, Object], ids: Iterable[int], proven: bool) -> None:
+    def unshare_late(self, shared: Shared, ids: Iterable[int], proven: bool) -> None:
         """As ``unshare``, where writes from another host may still arrive."""
         late = [id for id in ids if id in shared and id in self.quarantine.remote]
         self.quarantine.remote.difference_update(late)
         if late:
             self.quarantine.add([shared.pop(id) for id in late], proven)
 
-    def unshare_all(self, shared: dict[int, Object], proven: bool = True) -> None:
+    def unshare_all(self, shared: Shared, proven: bool = True) -> None:
         """Its connection is closed: what the client has not committed it never will.
 
         ``proven``: by the client's side.
         """
+        if shared.room is not None:
+            self._store.close_room(shared.room)
+            shared.room = None
         self._store.abort_batch(list(shared.values()))
         self.unshare_late(shared, list(shared), proven)
         self.unshare(shared, list(shared))
@@ -99,7 +102,7 @@ class Sharing:
         _, answer, _ = self._admission.each(body.keys, now, run)
         return Kind.OPENED, wire.Opened(answer.statuses, tokens, sizes, offsets=offsets), ()
 
-    def release_views(self, shared: dict[int, Object], ids: Iterable[int]) -> bool:
+    def release_views(self, shared: Shared, ids: Iterable[int]) -> bool:
         """Whether there were views among these."""
         items = [(id, shared.get(id)) for id in ids]
         views = [id for id, o in items if o is not None and o.state is not State.ALLOCATED]

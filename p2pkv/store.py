@@ -14,16 +14,18 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Final
 
 from p2pkv import _native
 from p2pkv._native.commit import commit_plain
 from p2pkv._native.index import Writer
+from p2pkv.allocator import round_up
 from p2pkv.arena import Arena
 from p2pkv.catalog import Catalog
 from p2pkv.checksums import checksums_of
 from p2pkv.errors import ConfigError
 from p2pkv.eviction import EvictionPolicy
+from p2pkv.extents import Room
 from p2pkv.objects import (
     METADATA_BYTES,
     Bucket,
@@ -47,6 +49,15 @@ _ALLOCATED, _COMMITTED, _RETIRING, _GONE = State
 _PLAIN, _SOFT, _HARD = Pin
 _EXPIRED = Reason.EXPIRED
 _OK, _MISS, _CONFLICT = Status.OK, Status.MISS, Status.CONFLICT
+
+ROOM_SHARE: Final = 16
+"""One room is at most one part in so many of the arena,"""
+ROOMS_SHARE: Final = 8
+"""and all together one in so many: nothing in them can be evicted."""
+ROOM_PUTS: Final = 16
+"""A room has place for so many puts like the one it is asked for,"""
+ROOM_BYTES: Final = 1 << 20
+"""as long as it has not more bytes."""
 
 
 class Store(Catalog):
@@ -226,6 +237,7 @@ class Store(Catalog):
         options: PutOptions,
         now: int,
         decided: bool = False,
+        places: Sequence[int] | None = None,
     ) -> list[Object | Status]:
         """An object with an extent for each key, or why not.
 
@@ -234,6 +246,8 @@ class Store(Catalog):
         NOT_PRIMARY (the bucket is not open): as named. Where the arena has a free run for all,
         the extents lie there one after the other. What is allocated is never evicted: end it
         with ``commit_batch`` or ``abort_batch``. ``decided``: whatever is there is to be replaced.
+        ``places``: where the values lie already, as ``carve`` gave them; those that are not taken
+        are free again.
         """
         pin = _HARD if options.hard_pin else _SOFT if options.soft_pin else _PLAIN
         results: list[Object | Status] = []
@@ -245,7 +259,10 @@ class Store(Catalog):
             keys = [keys[i] for i in wanted]
             sizes = [sizes[i] for i in wanted]
         lengths = extents_bytes(sizes)
-        offsets = self._reserve(keys, lengths, now)
+        if places is None:
+            offsets = self._reserve(keys, lengths, now)
+        else:
+            offsets = self._settle(places, wanted, keys, now)
         made = [
             Object(key, bucket, offset, size, length, options, pin)
             for key, bucket, offset, size, length in zip(
@@ -358,6 +375,42 @@ class Store(Catalog):
         offsets = self._extents_for(lengths[:fitting], now)
         return offsets + [None] * (len(keys) - fitting)
 
+    def _settle(
+        self, places: Sequence[int], wanted: Sequence[int], keys: Sequence[bytes], now: int
+    ) -> list[int | None]:
+        """The places of those that are wanted, as far as there is room for metadata."""
+        fitting = self._metadata_room(keys, now)
+        kept = [places[i] for i in wanted[:fitting]]
+        if len(kept) < len(places):
+            self.extents.give_up(set(places).difference(kept))
+        return kept + [None] * (len(keys) - fitting)
+
+    def open_room(self, length: int, now: int) -> Room | None:
+        """Memory for values that are not named yet, ``length`` bytes with their headers, or more.
+
+        Evicts what is in the way. None: the rooms would take more than their share of the arena,
+        or there is no such extent. To be ended with ``close_room``.
+        """
+        most = self.extents.allocator.size // ROOM_SHARE
+        if not 0 < length <= most:
+            return None
+        length = max(length, min(ROOM_PUTS * length, ROOM_BYTES, most))
+        if self.extents.rooms_bytes + length > self.extents.allocator.size // ROOMS_SHARE:
+            return None
+        (offset,) = self._extents_for([round_up(length)], now)
+        return None if offset is None else self.extents.open_room(offset)
+
+    def carve(self, room: Room, sizes: Sequence[int]) -> list[int]:
+        """Where values of these sizes lie in a room, one after the other from its start.
+
+        To be given to ``allocate_batch``. Raises ValueError, and nothing is done, if they do not.
+        """
+        return self.extents.carve(room, extents_bytes(sizes))
+
+    def close_room(self, room: Room) -> None:
+        """Takes back what is left of a room. May be called again."""
+        self.extents.close_room(room)
+
     def _enter(self, items: Sequence[Object]) -> None:
         self.allocated.update(items)
         self.extents.charge(items)
@@ -402,6 +455,41 @@ class Store(Catalog):
         self._count_puts(shown)
         return statuses
 
+    def show_batch(
+        self,
+        buckets: Sequence[int],
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        places: Sequence[int],
+        checksums: Sequence[int],
+        now: int,
+    ) -> bool:
+        """Makes values without options, which lie in ``places``, visible at once.
+
+        As ``allocate_batch`` with those places and ``commit_batch``, where all goes the usual way.
+        False, and nothing is done: one does not. ``checksums`` may be empty.
+        """
+        if max(map(len, keys), default=0) > self.key_bytes_max:
+            return False
+        if self._metadata_room(keys, now) < len(keys):
+            return False
+        made = [
+            Object(key, bucket, place, size, length, PLAIN)
+            for key, bucket, place, size, length in zip(
+                keys, buckets, places, sizes, extents_bytes(sizes), strict=True
+            )
+        ]
+        for item, checksum in zip(made, checksums, strict=True) if checksums else ():
+            item.checksum = checksum
+        gone = self._commit_plain(made)
+        if gone is None:
+            return False
+        self.extents.charge(made)
+        if gone:
+            self._bury(gone, Reason.OVERWRITTEN)
+        self._count_puts(made)
+        return True
+
     def _count_puts(self, items: Collection[Object]) -> None:
         self.counters.puts += len(items)
         self.counters.put_bytes += sum([item.size for item in items])
@@ -431,7 +519,7 @@ class Store(Catalog):
         buckets = self.buckets
         before: list[Object | None] = []
         for item in items:
-            if item.options != PLAIN or item.state is not _ALLOCATED:
+            if item.options != PLAIN or item.state is not _ALLOCATED or item.bucket not in buckets:
                 return None
             there = buckets[item.bucket].objects.get(item.key)
             if there is not None and not _is_plain(there):
@@ -653,6 +741,7 @@ class Store(Catalog):
             free_extents=space.free_extents,
             retiring=len(extents.retiring),
             retiring_bytes=extents.retiring_bytes,
+            rooms_bytes=extents.rooms_bytes,
             hard_pinned=self.hard_pinned,
             hard_pinned_bytes=self.hard_pinned_bytes,
             hard_pin_quota_bytes=self.hard_pin_quota_bytes,

@@ -80,6 +80,9 @@ def _check_extents(store: Store, live: list[Object]) -> None:
         assert size == item.extent_bytes == extent_bytes(item.size), (
             f"extent of {size} bytes: {item}"
         )
-    assert extents.allocator.used_extents == len(holders), "an extent that no object has"
+    for room in extents.rooms:
+        assert extents.allocator.size_of(room.start) == len(room), f"not its extent: {room}"
+    used = len(holders) + len(extents.rooms)
+    assert extents.allocator.used_extents == used, "an extent that no object has"
     assert extents.metadata_bytes == sum(o.metadata_bytes for o in holders), "metadata_bytes"
     assert extents.metadata_bytes <= store.metadata_limit_bytes, "over the bound of metadata"

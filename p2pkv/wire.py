@@ -119,6 +119,8 @@ class Kind(IntEnum):
     READ = 25
     RELEASE = 26
     PUSH = 27
+    LEASE = 28
+    FILLED = 29
     SCAN = 30
     DELETE_RANGE = 31
     PIN = 32
@@ -316,6 +318,30 @@ class Commit(Body, frozen=True):
     checksums: Sums = []
 
 
+class Lease(Body, frozen=True):
+    """Asks for room in the arena ahead of puts, which the client fills itself. On data connections
+    only, of which each has one room at most: that which it had is given back."""
+
+    size: Size
+    """Bytes, with a header and its rounding for each value."""
+
+
+class Filled(Body, frozen=True):
+    """A put of values that lie in the room of this connection, one after the other.
+
+    Each has a header of 64 bytes before it, and begins at a multiple of that.
+    """
+
+    keys: Keys
+    sizes: Sizes
+    options: PutOptions
+    start: Size
+    """Where the room begins, as both sides know."""
+    next: Size
+    """How much room is wanted for what may come next; 0: none."""
+    checksums: Sums = []
+
+
 class Abort(Body, frozen=True):
     ids: Ids
     late: bool = False
@@ -431,6 +457,9 @@ class Statuses(Body, frozen=True):
     statuses: bytes
     copies: bytes = b""
     """Of puts: how many members in sync have each. Empty: one, where it was written."""
+    room: tuple[Size, Size] = (0, 0)
+    """Of LEASE and FILLED: offset in the arena, and bytes, of memory that is the client's to fill
+    with what it puts next."""
 
 
 class Matched(Body, frozen=True):
@@ -635,6 +664,8 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.ALLOC: Alloc,
     Kind.WRITE: Write,
     Kind.COMMIT: Commit,
+    Kind.LEASE: Lease,
+    Kind.FILLED: Filled,
     Kind.ABORT: Abort,
     Kind.OPEN: Open,
     Kind.READ: Read,
@@ -675,8 +706,11 @@ BODIES: dict[Kind, type[Body]] = {
 }
 
 MUTATING = frozenset(
-    {Kind.PUT, Kind.DELETE, Kind.COMMIT, Kind.DELETE_RANGE, Kind.PIN, Kind.UNPIN, Kind.EXPIRE}
-)
+    {
+        Kind.PUT, Kind.FILLED, Kind.DELETE, Kind.COMMIT, Kind.DELETE_RANGE, Kind.PIN, Kind.UNPIN,
+        Kind.EXPIRE,
+    }
+)  # fmt: skip
 """Requests that must not run twice: their answers are kept for a retry."""
 
 _decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {

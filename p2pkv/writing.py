@@ -87,8 +87,7 @@ class Writing:
                 statuses = self._store.put_batch(
                     buckets, keys, chosen, body.options, now, checksums=chosen_sums
                 )
-                for i, status in zip(at, statuses, strict=True):
-                    outcome.set(i, status, 0 if status else 1)
+                outcome.set_all(at, statuses)
                 return
             sizes = [body.sizes[i] for i in at]
             made = self._store.allocate_batch(buckets, keys, sizes, body.options, now)
@@ -96,11 +95,11 @@ class Writing:
                 if isinstance(item, Object):
                     self._store.write(item.offset, value)
             note_sums(made, chosen_sums or ())
-            self._put_made(made, buckets, at, outcome, now)
+            self.put_made(made, buckets, at, outcome, now)
 
         return self._change(body.keys, now, put, body.options.min_replicas)
 
-    def _put_made(
+    def put_made(
         self,
         made: Sequence[Object | Status],
         buckets: Sequence[int],
@@ -176,7 +175,7 @@ class Writing:
         corrupt = self._arrivals.corrupt_among(made, Checksums.SENT)
         made = [Status.CORRUPT if item in corrupt else item for item in made]
         outcome = Outcome(len(made), answers.told, body.options.min_replicas)
-        self._put_made(made, buckets, range(len(made)), outcome, now)
+        self.put_made(made, buckets, range(len(made)), outcome, now)
         result: Response | Deferred = outcome.result
         return result
 

@@ -20,7 +20,7 @@ from p2pkv.config import Limits
 from p2pkv.data_server import DataServer
 from p2pkv.payload import FRAMES, STREAM
 from p2pkv.routing import Request
-from p2pkv.sessions import Response, Session
+from p2pkv.sessions import Response, Session, Shared
 from p2pkv.stream import PREFACE, SIZES, message
 from p2pkv.types import BootId, Member, NodeId
 from p2pkv.wire import Fault, Kind
@@ -108,7 +108,7 @@ class DataNode:
         session_id: bytes,
         head: wire.Head,
         frames: Sequence[wire.Buffer],
-        shared: dict[int, Any],
+        shared: Shared,
     ) -> Response:
         session = self.host.sessions.get(session_id)
         if session is None:
@@ -121,7 +121,7 @@ class DataNode:
         finally:
             session.packing, session.shared = FRAMES, None
 
-    def unshare(self, shared: dict[int, Any], proven: bool) -> None:
+    def unshare(self, shared: Shared, proven: bool) -> None:
         self.host.handlers.sharing.unshare_all(shared, proven)
 
     def revision(self) -> int:

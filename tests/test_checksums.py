@@ -22,6 +22,7 @@ from p2pkv.parts import Parts
 from p2pkv.replicated import Op, OpKind
 from p2pkv.replicated import Session as CopySession
 from p2pkv.routing import Reply
+from p2pkv.sessions import Shared
 from p2pkv.shared_memory import SharedArena
 from p2pkv.store import Store
 from p2pkv.types import BucketId, Epoch
@@ -443,7 +444,7 @@ def test_a_commit_is_compared_unless_the_client_filled_it_and_the_policy_is_remo
     host: Host, arriving: Checksums, filled: bool
 ) -> None:
     host.handlers.arrivals.policy = arriving
-    host.session.shared = {}
+    host.session.shared = Shared()
     made = answered(host.ask(Kind.ALLOC, wire.Alloc([b"k"], [3], PLAIN, filled)), Kind.ALLOCATED)
     if not filled:
         host.ask(Kind.WRITE, wire.Write(made.ids[0], 0), [b"abc"])

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataside import PEER, DataNode, TcpPeer, Wire, until
+from dataside import PEER, DataNode, TcpPeer, Wire, new_seed, until
 from nodeside import KIB, MIB, PLAIN, S
 
-from p2pkv import wire
+from p2pkv import ring, wire
+from p2pkv.ahead import AHEAD_MIN, Ahead
 from p2pkv.arena import Arena
+from p2pkv.checksums import checksums_of
 from p2pkv.clock import monotonic
 from p2pkv.config import Limits
 from p2pkv.data_path import DataExchange, DataPath
 from p2pkv.errors import ProtocolError
+from p2pkv.objects import HEADER_BYTES
 from p2pkv.parts import Parts
 from p2pkv.routing import Lost, Reply, Request
 from p2pkv.shared_memory import (
@@ -28,6 +31,7 @@ from p2pkv.shared_memory import (
     SharedPut,
     message_for,
 )
+from p2pkv.store import ROOM_SHARE
 from p2pkv.stream import PREFACE
 from p2pkv.transport import ClientSession, new_client_id
 from p2pkv.wire import Fault, Kind, PutOptions, Status
@@ -250,7 +254,7 @@ async def test_readers_during_endless_overwriting_get_one_version_whole(caller: 
 
 
 async def test_large_puts_are_written_to_the_arena_and_small_ones_sent(caller: Caller) -> None:
-    large, small = os.urandom(SHARED_PUT_MIN), os.urandom(SHARED_PUT_MIN - 1)
+    large, small = os.urandom(SHARED_PUT_MIN), os.urandom(AHEAD_MIN - 1)
     assert (await caller.put({b"l": large})).body.statuses == b""
     assert (served(caller.node, Kind.ALLOC), served(caller.node, Kind.COMMIT)) == (1, 1)
     assert (await caller.put({b"s": small})).body.statuses == b""
@@ -321,6 +325,108 @@ async def test_what_a_client_holds_is_free_when_its_connection_closes(node: Data
         node.host.sessions.end(caller.session)
         assert node.store.stats().retiring == 1
     assert node.store.stats().used_bytes == 0
+
+
+# -- room ahead of puts
+
+
+def ahead_of(caller: Caller) -> Ahead:
+    ahead = caller.path.ahead
+    assert ahead is not None
+    return ahead
+
+
+async def test_from_the_third_put_of_the_like_on_one_message_is_enough(caller: Caller) -> None:
+    values = {b"%d" % i: os.urandom(AHEAD_MIN) for i in range(8)}
+    for i, value in values.items():
+        assert (await caller.put({i: value})).body.statuses == b""
+    kinds = [served(caller.node, k) for k in (Kind.PUT, Kind.LEASE, Kind.FILLED, Kind.ALLOC)]
+    assert kinds == [1, 1, 7, 0]
+    assert caller.node.host.get(*values) == list(values.values())
+
+
+async def test_a_batch_of_pieces_goes_into_the_room_in_its_order(caller: Caller) -> None:
+    pieces = [os.urandom(n) for n in (MIB, 1, 300_000, 17)]
+    for _ in range(3):
+        request = Request(PEER, Kind.PUT, wire.Put([b"a", b"b"], [MIB + 1, 300_017], PLAIN), pieces)
+        (answer,) = await caller.ask(request)
+        assert answer.body.statuses == b""
+    assert served(caller.node, Kind.FILLED) == 2
+    assert caller.node.host.get(b"a", b"b") == [b"".join(pieces[:2]), b"".join(pieces[2:])]
+
+
+async def test_a_put_into_the_room_gives_the_checksums_that_are_wanted(caller: Caller) -> None:
+    for value in (os.urandom(100_000) for _ in range(3)):
+        request = put_of({b"k": value})
+        request.seal = lambda: None
+        await caller.ask(request)
+    item = caller.node.store.find(ring.bucket_of(b"k", 4), b"k", 1)
+    assert item is not None
+    assert item.checksum == checksums_of([memoryview(value)])[0]
+
+
+async def test_puts_of_all_sizes_one_after_the_other_are_all_right(caller: Caller) -> None:
+    chance = new_seed()
+    for _ in range(60):
+        sizes = [chance.choice((0, 1, 5000, 40_000, 200_000)) for _ in range(chance.randint(1, 4))]
+        values = {b"%d" % i: chance.randbytes(size) for i, size in enumerate(sizes)}
+        assert (await caller.put(values)).body.statuses == b""
+        assert caller.node.host.get(*values) == list(values.values())
+    assert served(caller.node, Kind.FILLED) > 0
+    assert caller.node.store.stats().allocated == 0
+
+
+async def test_a_client_that_gets_no_room_asks_for_extents(caller: Caller) -> None:
+    store = caller.node.store
+    others = [store.open_room(store.arena.size // ROOM_SHARE, 1) for _ in range(ROOM_SHARE)]
+    assert None in others, "all is given"
+    for i in range(3):
+        assert (await caller.put({b"k": bytes([i]) * MIB})).body.statuses == b""
+    assert caller.node.host.get(b"k") == [bytes([2]) * MIB]
+    kinds = [served(caller.node, kind) for kind in (Kind.FILLED, Kind.ALLOC, Kind.COMMIT)]
+    assert kinds == [0, 3, 3]
+
+
+async def test_room_that_a_client_has_is_free_when_its_connection_closes(node: DataNode) -> None:
+    async with Caller(node) as caller:
+        for _ in range(3):
+            await caller.put({b"k": bytes(MIB)})
+        assert node.store.stats().rooms_bytes == ahead_of(caller).size > 0
+    node.host.statuses(Kind.DELETE, wire.Delete([b"k"]))
+    assert node.store.stats().used_bytes == 0
+
+
+async def test_a_put_into_room_that_the_node_does_not_know_is_refused_and_the_next_one_is_not(
+    caller: Caller,
+) -> None:
+    for _ in range(2):
+        await caller.put({b"k": bytes(MIB)})
+    ahead_of(caller).start += HEADER_BYTES
+    assert (await caller.put({b"k": b"1" * (MIB - 64)})).kind == Kind.ERROR
+    assert (await caller.put({b"k": b"2" * MIB})).body.statuses == b""
+    assert caller.node.host.get(b"k") == [b"2" * MIB]
+
+
+@pytest.mark.parametrize("room", [(64, 1 << 40), (1, 1000), (1 << 40, 64)])
+async def test_room_at_an_impossible_place_is_none(arena: Arena, room: tuple[int, int]) -> None:
+    mapped = SharedArena.open(str(arena.path), arena.size, arena.proof)
+    assert mapped is not None
+    ahead = Ahead(mapped)
+    ahead.take(room)
+    assert ahead.size == 0
+
+
+async def test_a_put_into_the_room_that_may_have_run_is_not_run_twice(caller: Caller) -> None:
+    for _ in range(2):
+        await caller.put({b"k": b"old" * MIB})
+    request = put_of({b"k": b"v" * MIB})
+    (answer,) = await caller.ask(request)
+    assert answer.body.statuses == b""
+    caller.node.host.put({b"k": b"other"})
+    request.unsure = True
+    (answer,) = await caller.ask(request)
+    assert answer.body.statuses == b""
+    assert caller.node.host.get(b"k") == [b"other"]
 
 
 async def test_a_put_that_may_have_run_is_repeated_as_it_is(caller: Caller) -> None:

@@ -413,7 +413,8 @@ def test_views_are_not_copies() -> None:
 
 def test_what_must_not_run_twice_are_requests_that_change_something() -> None:
     assert {
-        Kind.PUT, Kind.DELETE, Kind.COMMIT, Kind.DELETE_RANGE, Kind.PIN, Kind.UNPIN, Kind.EXPIRE,
+        Kind.PUT, Kind.FILLED, Kind.DELETE, Kind.COMMIT, Kind.DELETE_RANGE, Kind.PIN, Kind.UNPIN,
+        Kind.EXPIRE,
     } == wire.MUTATING  # fmt: skip
 
 
