@@ -78,7 +78,7 @@ class Filling:
         request, body = self.request, self.request.body
         assert isinstance(body, wire.Put)
         start, offsets = ahead.start, _offsets(ahead.start, body.sizes)
-        values: Sequence[Parts] = wire.gathered(request.payload, body.sizes)
+        values = _values_of(request.payload, body.sizes)
         sums = body.checksums
         if request.seal is not None:
             sums = ahead.arena.write_summed(offsets, values)
@@ -88,6 +88,13 @@ class Filling:
         filled = wire.Filled(body.keys, body.sizes, body.options, start, self.wanted, sums)
         request.id = request.id or session.next_number()
         return in_other_words(request, Kind.FILLED, filled, request.id)
+
+
+def _values_of(payload: Sequence[Any], sizes: Sequence[int]) -> Sequence[Parts]:
+    """The values of a put; each is one piece of the payload as a rule."""
+    if list(map(len, payload)) == sizes:
+        return payload
+    return wire.gathered(payload, sizes)
 
 
 def _offsets(start: int, sizes: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -121,6 +121,17 @@ def encode_value(value: Any, limits: Limits, memory: RegisteredMemory = _NOWHERE
     if view.nbytes > limits.value_bytes_max:
         raise _value_length(view.nbytes, limits)
     return view
+
+
+def encode_values(
+    values: Sequence[Any], limits: Limits, memory: RegisteredMemory = _NOWHERE
+) -> list[memoryview]:
+    """The bytes of many values. Raises InvalidArgument, TooLarge."""
+    if set(map(type, values)) == _BYTES_ONLY:  # whose views are what they have to be
+        views = [memoryview(value) for value in values]
+        if max(map(len, views)) <= limits.value_bytes_max:
+            return views
+    return [encode_value(value, limits, memory) for value in values]
 
 
 def encode_parts(parts: Any, limits: Limits, memory: RegisteredMemory) -> Parts:

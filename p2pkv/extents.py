@@ -169,7 +169,7 @@ class Extents:
         One that is still being read may have more readers: its bytes stay until the last is done.
         """
         for item in items:
-            if item.state > _COMMITTED and not item.readers:
+            if item.state is not _ALLOCATED and item.state > _COMMITTED and not item.readers:
                 raise Conflict(f"object of {len(item.key)}-byte key is {item.state.name}")
         for item in items:
             item.readers += 1

@@ -188,7 +188,7 @@ class Journal:
     def put(self, items: Sequence[Object], at: Sequence[int], outcome: Outcome, now: int) -> None:
         """Make allocated objects, whose bytes are there, visible; or take them back."""
         shared = self.replicas.shared
-        if shared.isdisjoint([item.bucket for item in items]):
+        if not shared or shared.isdisjoint([item.bucket for item in items]):
             outcome.set_all(at, self.store.commit_batch(items, now))
             return
         alone = [i for i, item in enumerate(items) if item.bucket not in shared]

@@ -314,7 +314,8 @@ def _parts(
     items: Sequence[int], sizes: Sequence[int] | None, limits: Any
 ) -> Iterable[Sequence[int]]:
     keys_max, bytes_max = limits.batch_keys_max, limits.message_bytes_max
-    if sizes is None or sum(sizes[i] for i in items) <= bytes_max:
+    of_these = sizes if sizes is None or len(sizes) == len(items) else [sizes[i] for i in items]
+    if sizes is None or of_these is None or sum(of_these) <= bytes_max:
         return [items[i : i + keys_max] for i in range(0, len(items), keys_max)]
     parts: list[Sequence[int]] = []
     part: list[int] = []

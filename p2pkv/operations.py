@@ -21,6 +21,7 @@ from p2pkv.arguments import (
     encode_ranges,
     encode_target,
     encode_value,
+    encode_values,
     milliseconds,
     nanoseconds,
     pairs_of,
@@ -380,8 +381,7 @@ class Operations:
     ) -> Operation[list[int]]:
         keys, values = pairs_of(items)
         encoded = encode_keys(keys, self.limits)
-        limits, memory = self.limits, self.memory
-        views: list[Parts] = [encode_value(v, limits, memory) for v in values]
+        views: Sequence[Parts] = encode_values(values, self.limits, self.memory)
         results = yield from self._put(encoded, views, options, timeout)
         return _batch(results)
 

@@ -25,7 +25,9 @@ def size_of(parts: Parts) -> int:
 
 def sizes_of(values: Sequence[Parts]) -> list[int]:
     """Bytes of each value."""
-    return [len(v) if v.__class__ is memoryview else sum(map(len, v)) for v in values]  # type: ignore[arg-type]
+    if tuple not in set(map(type, values)):
+        return list(map(len, values))
+    return [size_of(value) for value in values]
 
 
 def flat(values: Sequence[Parts]) -> list[memoryview]:

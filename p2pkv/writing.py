@@ -108,8 +108,8 @@ class Writing:
         now: int,
     ) -> None:
         """Commit what was allocated and filled, as far as this node may still serve it."""
-        items = [item for item in made if isinstance(item, Object)]
-        served = self._admission.primary.issuperset([item.bucket for item in items])
+        items = objects_among(made)
+        served = self._admission.primary.issuperset(buckets)
         if len(items) == len(made) and served and self._admission.all_readable(now):
             self._journal.put(items, at, outcome, now)
             return
@@ -173,7 +173,8 @@ class Writing:
         """The answer of a put whose bytes have arrived."""
         note_sums(made, body.checksums)
         corrupt = self._arrivals.corrupt_among(made, Checksums.SENT)
-        made = [Status.CORRUPT if item in corrupt else item for item in made]
+        if corrupt:
+            made = [Status.CORRUPT if item in corrupt else item for item in made]
         outcome = Outcome(len(made), answers.told, body.options.min_replicas)
         self.put_made(made, buckets, range(len(made)), outcome, now)
         result: Response | Deferred = outcome.result
@@ -272,6 +273,16 @@ class Writing:
         )
 
 
+def objects_among(made: Sequence[Object | Status]) -> Sequence[Object]:
+    """Those that are no refusals; what was given if there is none."""
+    if set(map(type, made)) == _OBJECTS_ONLY:
+        return made  # type: ignore[return-value]
+    return [item for item in made if isinstance(item, Object)]
+
+
+_OBJECTS_ONLY = {Object}
+
+
 class Filling:
     """A put whose bytes are arriving. ``views`` is where they go, in the order of the payload.
 
@@ -299,10 +310,13 @@ class Filling:
         self._body = body
         self._buckets = buckets
         self._made = made
-        self._items = [item for item in made if isinstance(item, Object)]
+        self._items = objects_among(made)
         self._store = writing._store
         self._store.acquire_batch(self._items)
         arena = self._store.arena.view
+        if len(self._items) == len(made):
+            self.views = [arena[item.offset : item.offset + item.size] for item in self._items]
+            return
         self.views = [
             arena[item.offset : item.offset + size]
             if isinstance(item, Object)

@@ -53,7 +53,7 @@ int p2pkv_wait_readable(int fd, int64_t deadline_ns, int64_t spin_ns, int *slept
 int p2pkv_thread(pthread_t *made, const pthread_attr_t *attributes, void *(*run)(void *),
                  void *argument);
 
-/* XXH3 (64 bits) of up to so many bytes. */
+/* The same, with a seed, of up to so many bytes. */
 enum { P2PKV_HASH_SHORT_MAX = 240 };
 uint64_t p2pkv_hash_short(const void *bytes, size_t n, uint64_t seed);
 
