@@ -55,7 +55,7 @@ ROOM_SHARE: Final = 16
 ROOMS_SHARE: Final = 8
 """and all together one in so many: nothing in them can be evicted."""
 ROOM_PUTS: Final = 16
-"""A room has place for so many puts like the one it is asked for,"""
+"""A room has place for so many puts like the one that it is asked for,"""
 ROOM_BYTES: Final = 1 << 20
 """as long as it has not more bytes."""
 
@@ -394,7 +394,7 @@ class Store(Catalog):
         most = self.extents.allocator.size // ROOM_SHARE
         if not 0 < length <= most:
             return None
-        length = max(length, min(ROOM_PUTS * length, ROOM_BYTES, most))
+        length *= max(1, min(ROOM_PUTS, ROOM_BYTES // length, most // length))
         if self.extents.rooms_bytes + length > self.extents.allocator.size // ROOMS_SHARE:
             return None
         (offset,) = self._extents_for([round_up(length)], now)
@@ -473,15 +473,16 @@ class Store(Catalog):
             return False
         if self._metadata_room(keys, now) < len(keys):
             return False
+        lengths, versions = extents_bytes(sizes), range(self._version + 1, 1 << 62)
         made = [
-            Object(key, bucket, place, size, length, PLAIN)
-            for key, bucket, place, size, length in zip(
-                keys, buckets, places, sizes, extents_bytes(sizes), strict=True
+            Object(key, bucket, place, size, length, PLAIN, _PLAIN, version, _COMMITTED, version)
+            for key, bucket, place, size, length, version in zip(
+                keys, buckets, places, sizes, lengths, versions, strict=False
             )
         ]
         for item, checksum in zip(made, checksums, strict=True) if checksums else ():
             item.checksum = checksum
-        gone = self._commit_plain(made)
+        gone = self._commit_plain(made, ())
         if gone is None:
             return False
         self.extents.charge(made)
@@ -494,32 +495,34 @@ class Store(Catalog):
         self.counters.puts += len(items)
         self.counters.put_bytes += sum([item.size for item in items])
 
-    def _commit_plain(self, items: list[Object]) -> list[Object] | None:
+    def _commit_plain(
+        self, items: list[Object], states: tuple[State, ...] = (_ALLOCATED, _COMMITTED)
+    ) -> list[Object] | None:
         """As ``_commit`` for each item, where all are of the usual kind: what they replace.
 
         Usual: different keys, no option, and what they replace had none, neither pins nor a ttl.
-        Else None, and nothing is done.
+        Else None, and nothing is done. ``states``: none for objects that are new and committed.
         """
         if _native.available:
             gone = commit_plain(
-                self.published, self.arena.address, items, self.buckets, PLAIN,
-                (_ALLOCATED, _COMMITTED), self._version,
+                self.published, self.arena.address, items, self.buckets, PLAIN, states,
+                self._version,
             )  # fmt: skip
             self._version += 0 if gone is None else len(items)
         else:
-            gone = self._commit_in_python(items)
+            gone = self._commit_in_python(items, states[0] if states else _COMMITTED)
         if gone is not None:
             self.policy.replace_batch(gone, items)
             self.evictable_bytes += sum([item.extent_bytes for item in items])
             self.evictable_bytes -= sum([item.extent_bytes for item in gone])
         return gone
 
-    def _commit_in_python(self, items: list[Object]) -> list[Object] | None:
+    def _commit_in_python(self, items: list[Object], state: State) -> list[Object] | None:
         """``_commit_plain`` where there is no extension."""
         buckets = self.buckets
         before: list[Object | None] = []
         for item in items:
-            if item.options != PLAIN or item.state is not _ALLOCATED or item.bucket not in buckets:
+            if item.options != PLAIN or item.state is not state or item.bucket not in buckets:
                 return None
             there = buckets[item.bucket].objects.get(item.key)
             if there is not None and not _is_plain(there):

@@ -13,7 +13,7 @@ from p2pkv import _native
 from p2pkv._native.index import Writer, bytes_for
 from p2pkv.arena import Arena
 from p2pkv.digests import mark
-from p2pkv.objects import Object, State, read_header
+from p2pkv.objects import Object, State, extents_bytes, read_header
 from p2pkv.store import Store
 from p2pkv.store_audit import audit
 from p2pkv.wire import PutOptions, Status
@@ -43,6 +43,49 @@ def put(to: Store, buckets: list[int], keys: list[bytes], options: PutOptions = 
     sizes = [len(key) % 7 * 100 for key in keys]
     made = to.allocate_batch(buckets, keys, sizes, options, 1)
     assert to.commit_batch([item for item in made if isinstance(item, Object)], 1)
+
+
+def show(to: Store, buckets: list[int], keys: list[bytes]) -> bool:
+    """A put of values that lie in a room; whether all went the usual way."""
+    sizes = [len(key) % 5 * 70 for key in keys]
+    room = to.open_room(sum(extents_bytes(sizes)), 1)
+    assert room is not None
+    places = to.carve(room, sizes)
+    shown = to.show_batch(buckets, keys, sizes, places, [n + 1 for n in range(len(keys))], 1)
+    if not shown:
+        to.extents.give_up(places)
+    to.close_room(room)
+    return shown
+
+
+def fill(to: Store, buckets: list[int], keys: list[bytes]) -> None:
+    """``show``; key by key in steps where one does not go the usual way, as long keys do not."""
+    sizes = [len(key) % 5 * 70 for key in keys]
+    room = to.open_room(sum(extents_bytes(sizes)), 1)
+    assert room is not None
+    places = to.carve(room, sizes)
+    if not to.show_batch(buckets, keys, sizes, places, (), 1):
+        made = to.allocate_batch(buckets, keys, sizes, PLAIN, 1, places=places)
+        to.commit_batch([item for item in made if isinstance(item, Object)], 1)
+    to.close_room(room)
+
+
+def test_values_in_a_room_are_shown_with_their_checksums() -> None:
+    with a_store() as kept:
+        assert show(kept, [0, 1], [b"a", b"b"])
+        assert [kept.buckets[n].objects[k].checksum for n, k in ((0, b"a"), (1, b"b"))] == [1, 2]
+
+
+def test_what_does_not_go_the_usual_way_is_not_shown_and_changes_nothing() -> None:
+    with a_store() as kept:
+        put(kept, [0], [b"once"], PutOptions(write_once=True))
+        before = _described(kept)
+        for keys in ([b"new", b"once"], [b"twice", b"twice"], [b"k" * 1025, b"l"]):
+            assert not show(kept, [0, 0], keys)
+        kept.drop_bucket(3)
+        assert not show(kept, [0, 3], [b"new", b"in no bucket"])
+        kept.open_bucket(3)
+        assert _described(kept) == before
 
 
 def test_keys_of_every_length_have_the_hashes_of_xxhash_in_header_and_digest() -> None:
@@ -93,7 +136,10 @@ def _random_step(kept: Store, chance: random.Random) -> None:
     if chance.random() < 0.1:
         bucket = kept.buckets[chance.randrange(BUCKETS)]
         bucket.dirty = {} if bucket.dirty is None else None
-    put(kept, buckets, keys, chance.choice(options))
+    if chance.random() < 0.4:
+        fill(kept, buckets, keys)
+    else:
+        put(kept, buckets, keys, chance.choice(options))
 
 
 def _described(kept: Store) -> object:

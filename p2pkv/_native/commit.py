@@ -26,13 +26,14 @@ def commit_plain(
     items: list[Any],
     buckets: dict[int, Any],
     plain: Any,
-    states: tuple[Any, Any],
+    states: tuple[Any, ...],
     version: int,
 ) -> list[Any] | None:
     """Makes allocated objects visible in their buckets, and publishes them if there is an index.
 
     Their versions follow ``version``; ``arena`` is the address of its memory, ``plain`` the options
-    of a put that has none, ``states`` are ALLOCATED and COMMITTED. The objects that were replaced;
+    of a put that has none, ``states`` are ALLOCATED and COMMITTED; or nothing where the objects are
+    new, without options, and have state, version and stamp already. The objects that were replaced;
     or None, and nothing was done: an object is not allocated, has options or a long key, or would
     replace one with options, pins or a time to live, or two have one key.
     """

@@ -82,7 +82,8 @@ struct coming {
 struct commit {
     struct p2pkv_index *index; /* or NULL */
     char *arena;
-    PyObject *buckets, *plain, *allocated, *committed;
+    PyObject *buckets, *plain;
+    PyObject *allocated, *committed; /* or NULL: they are new, and say already that they are committed */
     Py_ssize_t n;
     struct coming *coming;
 };
@@ -122,8 +123,8 @@ static int look_up_bucket(const struct commit *c, struct coming *coming) {
 }
 
 static int is_usual(const struct commit *c, struct coming *coming, const struct coming *before) {
-    int plain = is_same(coming->item, OPTIONS, c->plain);
-    if (plain > 0)
+    int plain = 1;
+    if (c->allocated != NULL && (plain = is_same(coming->item, OPTIONS, c->plain)) > 0)
         plain = is_same(coming->item, STATE, c->allocated);
     if (plain <= 0)
         return plain;
@@ -291,17 +292,26 @@ static int note_change(const struct coming *coming) {
     return failed ? -1 : 0;
 }
 
+/* What names the write; it may have been given one before. */
+static int stamp_of(const struct commit *c, PyObject *item, uint64_t version, uint64_t *stamp) {
+    *stamp = version;
+    if (c->allocated == NULL)
+        return 0;
+    PyObject *number = PyLong_FromUnsignedLongLong(version);
+    int failed = number == NULL || number_of(item, STAMP, stamp) ||
+                 PyObject_SetAttr(item, name[VERSION], number) ||
+                 (!*stamp && PyObject_SetAttr(item, name[STAMP], number)) ||
+                 PyObject_SetAttr(item, name[STATE], c->committed);
+    Py_XDECREF(number);
+    *stamp = *stamp ? *stamp : version;
+    return failed ? -1 : 0;
+}
+
 static int show(const struct commit *c, const struct coming *coming, uint64_t version,
                 struct tally *tally) {
     uint64_t stamp;
-    PyObject *number = PyLong_FromUnsignedLongLong(version);
-    int failed = number == NULL || number_of(coming->item, STAMP, &stamp) ||
-                 PyObject_SetAttr(coming->item, name[VERSION], number) ||
-                 (!stamp && PyObject_SetAttr(coming->item, name[STAMP], number)) ||
-                 PyObject_SetAttr(coming->item, name[STATE], c->committed);
-    Py_XDECREF(number);
-    if (failed || count(tally, coming, stamp ? stamp : version) || note_change(coming) ||
-        write_header(c, coming, version) ||
+    if (stamp_of(c, coming->item, version, &stamp) || count(tally, coming, stamp) ||
+        note_change(coming) || write_header(c, coming, version) ||
         PyDict_SetItem(coming->objects, coming->key, coming->item))
         return -1;
     return publish(c, coming, version);
@@ -329,15 +339,18 @@ static PyObject *replaced(const struct commit *c) {
     return gone;
 }
 
-/* Makes allocated objects visible, whose versions follow `version`; a list of those that they
- * replace, or None, and nothing was done: not all are of the usual kind. `states`: ALLOCATED and
- * COMMITTED. */
+/* Makes objects visible, whose versions follow `version`; a list of those that they replace, or None,
+ * and nothing was done: not all are of the usual kind. `states`: ALLOCATED and COMMITTED, or nothing
+ * if the objects are new, without options, and say themselves that they are committed. */
 static PyObject *commit(size_t index, size_t arena, PyObject *items, PyObject *buckets,
                         PyObject *plain, PyObject *states, unsigned long long version) {
     struct commit c = {.index = (void *)index, .arena = (void *)arena, .buckets = buckets,
-                       .plain = plain, .allocated = PyTuple_GetItem(states, 0),
-                       .committed = PyTuple_GetItem(states, 1), .n = PyList_Size(items)};
-    if (c.n < 0 || c.allocated == NULL || c.committed == NULL || make_names())
+                       .plain = plain, .n = PyList_Size(items)};
+    if (PyTuple_Size(states) > 0) {
+        c.allocated = PyTuple_GetItem(states, 0);
+        c.committed = PyTuple_GetItem(states, 1);
+    }
+    if (PyErr_Occurred() || make_names())
         return NULL;
     c.coming = PyMem_Calloc((size_t)c.n + 1, sizeof(*c.coming));
     if (c.coming == NULL)
