@@ -20,6 +20,8 @@ from p2pkv.wire import Kind
 
 AHEAD_MIN = 2 << 10
 """Puts of fewer bytes travel with their message, which is as fast."""
+AHEAD_MAX = 16 << 20
+"""For puts of more bytes a round trip is nothing, but room that nobody uses is much."""
 SHARE_MAX = 16
 """The node gives at most one part in so many of its arena."""
 
@@ -47,7 +49,7 @@ class Ahead:
             return None
         body: Any = request.body
         total = sum(body.sizes)
-        if not AHEAD_MIN <= total <= self.arena.size // SHARE_MAX:
+        if not AHEAD_MIN <= total <= min(AHEAD_MAX, self.arena.size // SHARE_MAX):
             return None
         filling = Filling(request, sum(extents_bytes(body.sizes)), self.needed)
         self.needed = filling.needed

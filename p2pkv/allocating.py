@@ -97,13 +97,17 @@ class Allocating:
         outcome = Outcome(len(body.ids), answers.told)
         ready: list[int] = []
         items: list[Object] = []
+        shared = session.shared or ()
+        served = self._admission.primary if self._admission.all_readable(now) else ()
         for i, id in enumerate(body.ids):
             allocation = session.allocations.pop(id, None)
             if allocation is None:
                 outcome.statuses[i] = Status.CONFLICT
                 continue
-            complete = allocation.complete or (body.filled and id in (session.shared or ()))
-            status = self._may_commit(allocation.item, complete, now)
+            bucket = allocation.item.bucket
+            status = Status.OK if bucket in served else self._admission.bucket_status(bucket, now)
+            if not (status or allocation.complete or (body.filled and id in shared)):
+                status = Status.INVALID
             if status:
                 outcome.statuses[i] = status
                 self._store.abort_batch([allocation.item])
@@ -125,10 +129,6 @@ class Allocating:
             self._sharing.unshare(session.shared, body.ids)
         result: Response | Deferred = outcome.result
         return result
-
-    def _may_commit(self, item: Object, complete: bool, now: int) -> Status:
-        status = self._admission.bucket_status(item.bucket, now)
-        return status if status or complete else Status.INVALID
 
     def _abort(self, session: Session, body: wire.Abort, frames: Frames, now: int) -> Response:
         dropped = [session.allocations.pop(id, None) for id in body.ids]
