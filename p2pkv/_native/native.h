@@ -46,16 +46,16 @@ void p2pkv_copy_fence(void);
 /* XXH3 (64 bits) of bytes in one piece. */
 uint64_t p2pkv_hash(const uint8_t *bytes, size_t n);
 
+/* The same, with a seed, of up to so many bytes. */
+enum { P2PKV_HASH_SHORT_MAX = 240 };
+uint64_t p2pkv_hash_short(const void *bytes, size_t n, uint64_t seed);
+
 /* Until something may be received: 0, ETIMEDOUT, or the errno of poll. It polls for `spin_ns` first;
  * `*slept` tells whether that was in vain. */
 int p2pkv_wait_readable(int fd, int64_t deadline_ns, int64_t spin_ns, int *slept);
 
 int p2pkv_thread(pthread_t *made, const pthread_attr_t *attributes, void *(*run)(void *),
                  void *argument);
-
-/* The same, with a seed, of up to so many bytes. */
-enum { P2PKV_HASH_SHORT_MAX = 240 };
-uint64_t p2pkv_hash_short(const void *bytes, size_t n, uint64_t seed);
 
 /* The functions of python_index.c and python_commit.c. */
 uintptr_t p2pkv_index_function(int which);
