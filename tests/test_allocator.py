@@ -169,6 +169,38 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
     a.validate()
 
 
+def test_an_extent_is_cut_into_several_and_what_is_left_stays_one() -> None:
+    a = Allocator(4 * KIB)
+    whole = a.alloc(KIB)
+    assert whole == 0
+    assert a.split(whole, [100, 64]) == [0, 128]
+    assert [a.size_of(offset) for offset in (0, 128, 192)] == [128, 64, KIB - 192]
+    assert a.split(192, [KIB - 192]) == [192], "nothing is left"
+    assert a.used_bytes == KIB
+    a.validate()
+    a.free_batch([0, 128, 192])
+    assert a.free_extents == 1
+
+
+def test_an_extent_is_cut_into_equal_parts() -> None:
+    a = Allocator(4 * KIB)
+    a.alloc(KIB)
+    assert a.split(0, [128] * 4) == [0, 128, 256, 384]
+    a.validate()
+
+
+@pytest.mark.parametrize("sizes", [[KIB, 1], [0], [64, -1]])
+def test_what_cannot_be_cut_off_changes_nothing(sizes: list[int]) -> None:
+    a = Allocator(4 * KIB)
+    a.alloc(KIB)
+    with pytest.raises(ValueError, match=r"the extent at 0 has 1024|must be positive"):
+        a.split(0, sizes)
+    with pytest.raises(ValueError, match="not the start of an allocated extent"):
+        a.split(64, [64])
+    assert a.split(0, []) == []
+    assert (a.size_of(0), a.used_extents) == (KIB, 1)
+
+
 def test_an_empty_batch_is_nothing() -> None:
     a = Allocator(KIB)
     assert a.alloc_batch([]) == []
