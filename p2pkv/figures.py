@@ -73,6 +73,8 @@ def collect(node: Node) -> wire.NodeStats:
         "batches_lost_total": node._replicator.batches_lost_total,
         "operations_replicated_total": node._replicator.prepared_total,
         "bytes_replicated_total": node._replicator.prepared_bytes_total,
+        "values_staged": len(node._handlers.journal.oversized),
+        "bytes_staged_total": node._handlers.journal.oversized.staged_bytes,
         "sessions": len(node._sessions),
         "sessions_reaped_total": node._sessions.reaped,
         "data_connections": len(node._listeners.data),

@@ -19,6 +19,7 @@ import msgspec
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.digests import MissingCopies, Notes, Slice, key_hash, stamp_of, take_note
 from p2pkv.objects import Object, Pin, Reason, State
+from p2pkv.oversized import Oversized
 from p2pkv.replicas import Committed, Replicas
 from p2pkv.replicated import (
     HARD_PIN,
@@ -140,6 +141,12 @@ class Journal:
         """By bucket and number who had no room for a value that is not committed."""
         self._no_room: dict[int, int] = {}
         """By bucket the last operation for which this node had no room, as a backup."""
+        self.oversized = Oversized(
+            lambda bucket, op, now: self.stage([bucket], [op], now)[0],
+            store.abort_batch,
+            store.write,
+            lambda bucket: self.replicas.get(bucket),
+        )
         store.on_lost = self._note_lost
 
     # -- what is there, as the next operation will find it
@@ -506,7 +513,9 @@ class Journal:
         self.store.expire_batch([bucket], [op.key], ttl_ns + late if ttl_ns else 0, now - late)
 
     def reap(self, now: int) -> None:
-        """Take away what has expired; later on a node that has copies of others' buckets."""
+        """Take away what has expired, later on a node that has copies of others' buckets; and what
+        was staged in vain."""
+        self.oversized.reap(now)
         copies = len(self.store.buckets) > len(self.replicas.served)
         self.store.reap(now - LAPSED_KEPT_NS if copies else now)
 

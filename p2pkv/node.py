@@ -44,7 +44,7 @@ from p2pkv.paths import Ability
 from p2pkv.planner import PlannerLimits
 from p2pkv.planning import Planning
 from p2pkv.records import Meta, View
-from p2pkv.replicas import Pace, Replicas
+from p2pkv.replicas import BATCH_BYTES, Pace, Replicas
 from p2pkv.replicated import TALK
 from p2pkv.replication import Settings, Timing
 from p2pkv.replicator import Replicator
@@ -311,7 +311,11 @@ class Node:
                 min_in_sync=meta.min_in_sync,
                 timing=Timing(slow_ns=clock.seconds(config.slow_s)),
             ),
-            Pace(beacon_ns=clock.seconds(config.beacon_s), copies_max=config.moves_max),
+            Pace(
+                beacon_ns=clock.seconds(config.beacon_s),
+                batch_bytes=min(BATCH_BYTES, config.limits.message_bytes_max),
+                copies_max=config.moves_max,
+            ),
             clock.seconds(config.lease_s),
             journal,
             self._ownership.member_of,

@@ -30,7 +30,10 @@ class Receiving:
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
         """What primaries ask of copies."""
-        return {Kind.REPLICATE: self._replicate}
+        return {Kind.REPLICATE: self._replicate, Kind.STAGE: self._stage}
+
+    def _stage(self, session: Session, body: wire.Stage, frames: Frames, now: int) -> Response:
+        return Kind.STAGED, self._journal.oversized.take(body, session.member, frames, now), ()
 
     def _replicate(
         self, session: Session, body: wire.Replicate, frames: Frames, now: int
@@ -76,7 +79,10 @@ class Arriving:
         self._body = body
         ops = [op for prepare in body.prepares for op in prepare.ops]
         buckets = [prepare.bucket for prepare in body.prepares for _ in prepare.ops]
-        self._staged = receiving._journal.stage(buckets, ops, now)
+        if body.staged:
+            self._staged = [receiving._journal.oversized.claim(session.member, body.prepares)]
+        else:
+            self._staged = receiving._journal.stage(buckets, ops, now)
         self._items = [item for item in self._staged if item is not None]
         receiving._store.acquire_batch(self._items)
         arena = receiving._store.arena.view
@@ -89,7 +95,7 @@ class Arriving:
             if item is None
             else arena[item.offset : item.offset + item.size]
             for (op, item), offset in zip(puts, offsets, strict=True)
-            if not offset
+            if not (offset or body.staged)
         ]
         self._elsewhere = [
             Place(item, offset, version)
@@ -128,6 +134,8 @@ class Arriving:
 
 def _inline_sizes(body: wire.Replicate) -> list[int]:
     """Sizes of the values in the payload. Raises ProtocolError."""
+    if body.staged:
+        return []
     sizes = [op.size for p in body.prepares for op in p.ops if op.kind == OpKind.PUT]
     if not body.offsets:
         return sizes

@@ -53,6 +53,7 @@ from p2pkv.wire import Status
 
 log = logging.getLogger("p2pkv.replicas")
 
+BATCH_BYTES = 16 << 20
 TALK_ITEMS_MAX = 2048
 """Messages about single buckets in one Talk; the rest goes in another."""
 
@@ -102,8 +103,9 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     beacon_ns: int = 125 * MILLISECOND_NS
     entries_max: int = 1024
     """Operations of one bucket in one batch."""
-    batch_bytes: int = 16 << 20
-    """A batch is full with so many value bytes; the next one follows at once."""
+    batch_bytes: int = BATCH_BYTES
+    """A batch is full with so many value bytes; the next one follows at once. No more than a
+    message holds: so what no message holds is the last of its batch."""
     copies_max: int = 4
     """Copies that this node makes at the same time."""
 
@@ -261,15 +263,22 @@ class Replicas:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def batches(self, now: int, busy: Collection[Member] = ()) -> list[Batch]:
+    def batches(
+        self,
+        now: int,
+        busy: Collection[Member] = (),
+        staging: Collection[tuple[Member, int]] = (),
+    ) -> list[Batch]:
         """What is to be prepared by others and has not been sent: one batch for each member that
-        is not ``busy``."""
+        is not ``busy``. ``staging``: members and buckets of which a value goes in pieces, which
+        others have to wait for."""
         full: dict[Member, tuple[list[Prepare], list[Entry], int]] = {}
         left: set[int] = set()
         for bucket in self._unsent:
             replica = self.by_bucket[bucket]
             for member in replica.followers:
-                if member in busy or self._fill(full, replica, member, now):
+                waits = member in busy or (member, bucket) in staging
+                if waits or self._fill(full, replica, member, now):
                     left.add(bucket)
         self._unsent = left
         self._settle(now)
@@ -305,6 +314,11 @@ class Replicas:
         self._told(member, replica)
         full[member] = (prepares, entries + new, size + sum(e.op.size for e in new))
         return new[-1].seq < replica.last
+
+    def note_staged(self, to: Member, bucket: int, entry: Entry, filled: int, now: int) -> bool:
+        """See Replica."""
+        self._hear(to, now)
+        return self.by_bucket[bucket].note_staged(to, entry, filled, now)
 
     def not_delivered(self, to: Member, buckets: Iterable[int]) -> None:
         """A batch got no answer."""

@@ -25,6 +25,7 @@ from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.leases import Leases
 from p2pkv.records import BucketChange, BucketRecord, Versioned
 from p2pkv.replicated import (
+    LOG_ENTRIES_MAX,
     NONCE_BITS,
     NewEpoch,
     NewEpochAck,
@@ -168,6 +169,7 @@ class Follower:
         "sent_ns",
         "session",
         "since_ns",
+        "staged",
         "tried",
     )
 
@@ -182,6 +184,8 @@ class Follower:
         self.progress_ns = now
         self.sent_ns = now
         self.since_ns = now
+        self.staged = (0, 0)
+        """Of the last value that went in pieces: its operation, and the bytes that got there."""
 
 
 class Copying:
@@ -377,6 +381,16 @@ class Replica:
         follower = self.followers.get(to)
         if follower is not None:
             follower.sent = follower.acked
+
+    def note_staged(self, to: Member, entry: Entry, filled: int, now: int) -> bool:
+        """``to`` has so many bytes of a value that goes in pieces. Whether it is to go on."""
+        follower = self.followers.get(to)
+        if follower is None or self.log.get(entry.seq) is not entry:
+            return False
+        if (entry.seq, filled) > follower.staged:
+            follower.staged = entry.seq, filled
+            follower.progress_ns = now
+        return True
 
     def take_prepare_ack(self, sender: Member, ack: PrepareAck, now: int) -> None:
         follower = self.followers.get(sender)
@@ -627,6 +641,11 @@ class Replica:
                 self.out.append(Discard(self.bucket, entry))
         self._commit_to(message.commit)
         return PrepareAck(self.bucket, message.epoch, self.last, self.session)
+
+    def may_stage(self, epoch: int, seq: int) -> bool:
+        """Whether the operation may still be prepared here, in that epoch."""
+        in_step = epoch >= self.epoch_seen and self.synced == epoch and not self.tenure
+        return in_step and self.last < seq <= self.last + LOG_ENTRIES_MAX
 
     def take_commit(self, epoch: int, commit: int) -> None:
         if epoch >= self.epoch_seen and self.synced == epoch and not self.tenure:

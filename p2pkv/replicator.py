@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from p2pkv.journal import Journal
 from p2pkv.learning import Learning
 from p2pkv.mover import Mover
 from p2pkv.objects import Object
+from p2pkv.oversized import PIECES_PER_MESSAGE, is_alone, send_staged
 from p2pkv.ownership import Ownership
 from p2pkv.reading import LOCATE_MIN
 from p2pkv.records import BucketChange
@@ -82,6 +84,8 @@ class Replicator:
         self._not_before: dict[Member, int] = {}
         """When to try again to reach a peer that could not be reached."""
         self._knocking: set[Member] = set()
+        self._staging: set[tuple[Member, int]] = set()
+        """Members and buckets of which a value goes there in pieces."""
         self._apart_until: dict[Member, int] = {}
         """Peers that refused a batch: they may be unable to read this node's memory."""
         self._group: asyncio.TaskGroup | None = None
@@ -154,7 +158,7 @@ class Replicator:
         busy = {m for m, n in self._under_way.items() if n >= BATCHES_MAX}
         busy |= {m for m, until in self._not_before.items() if until > now}
         limits = self._config.limits
-        for whole in self._replicas.batches(now, busy):
+        for whole in self._replicas.batches(now, busy, self._staging):
             for batch in fitting(whole, limits.message_bytes_max, limits.head_bytes_max):
                 self._begin(batch, group)
 
@@ -164,28 +168,66 @@ class Replicator:
         puts = (e.staged for e in batch.entries if e.op.kind == OpKind.PUT)
         held = [item for item in puts if isinstance(item, Object)]
         self._store.acquire_batch(held)
-        group.create_task(self._send(batch, held))
+        alone = is_alone(batch.entries, self._config.limits.message_bytes_max)
+        if alone and not self._reads_here(batch.to):
+            self._staging.add((batch.to, batch.prepares[0].bucket))
+            group.create_task(self._send_staged(batch, held))
+        else:
+            group.create_task(self._send(batch, held))
 
     async def _send(self, batch: Batch, held: list[Object]) -> None:
         """``held``: the values that go along, of which we have a token each."""
-        store = self._store
-        body, payload = self._message(batch, held)
-        request = Request(batch.to, Kind.REPLICATE, body, payload)
         answer: Any = None
         try:
-            deadline = clock.monotonic() + BATCH_TIMEOUT_NS
-            answer = (await self._driver.exchange((request,), deadline))[0]
+            answer = await self._ask(batch, *self._message(batch, held))
         finally:
-            store.release_batch(held)
-            self._under_way[batch.to] -= 1
-            self._take_answer(batch, answer)
+            self._end(batch, held, answer)
+
+    async def _send_staged(self, batch: Batch, held: list[Object]) -> None:
+        """A value that no message holds, in pieces, and then its operation."""
+        answer: Any = None
+        place = batch.to, batch.prepares[0].bucket
+        try:
+            if await self._stage(batch, held[0]):
+                body = wire.Replicate(batch.prepares, staged=True)
+                answer = await self._ask(batch, body, ())
+        finally:
+            self._staging.discard(place)
+            self._end(batch, held, answer)
+
+    def _end(self, batch: Batch, held: list[Object], answer: Any) -> None:
+        self._store.release_batch(held)
+        self._under_way[batch.to] -= 1
+        self._take_answer(batch, answer)
+
+    async def _ask(self, batch: Batch, body: wire.Replicate, payload: Sequence[memoryview]) -> Any:
+        request = Request(batch.to, Kind.REPLICATE, body, payload)
+        deadline = clock.monotonic() + BATCH_TIMEOUT_NS
+        return (await self._driver.exchange((request,), deadline))[0]
+
+    async def _stage(self, batch: Batch, item: Object) -> bool:
+        prepare, entry, to = batch.prepares[0], batch.entries[0], batch.to
+
+        def still(filled: int) -> bool:
+            now = clock.monotonic()
+            return self._replicas.note_staged(to, prepare.bucket, entry, filled, now)
+
+        piece_bytes = self._config.limits.message_bytes_max // PIECES_PER_MESSAGE
+        value = self._store.value(item)
+        return await self._driver.run(
+            send_staged(to, prepare, value, piece_bytes, still, clock.monotonic)
+        )
+
+    def _reads_here(self, to: Member) -> bool:
+        """Whether a peer takes values from this node's memory by itself."""
+        apart = clock.monotonic() < self._apart_until.get(to, 0)
+        return not apart and self._driver.shares_memory(to)
 
     def _message(self, batch: Batch, held: list[Object]) -> tuple[wire.Replicate, list[memoryview]]:
         """Values go along, except that a peer on this host is told where the large ones lie."""
         store = self._store
         large: list[Object] = []
-        apart = clock.monotonic() < self._apart_until.get(batch.to, 0)
-        if not apart and self._driver.shares_memory(batch.to):
+        if self._reads_here(batch.to):
             large = [item for item in held if item.size >= LOCATE_MIN]
         if not large:
             payload = [store.value(item) for item in held if item.size]

@@ -25,7 +25,7 @@ from msgspec import Meta as Limit
 
 from p2pkv.errors import ProtocolError
 from p2pkv.parts import Parts
-from p2pkv.replicated import Prepare, PrepareAck
+from p2pkv.replicated import Op, Prepare, PrepareAck
 from p2pkv.types import Member
 
 VERSION = 1
@@ -153,7 +153,9 @@ class Kind(IntEnum):
     FETCH = 76
     FETCHED = 77
     DROPPED = 78
+    STAGE = 79
     HEARTBEAT = 80
+    STAGED = 81
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -599,6 +601,27 @@ class Replicate(Body, frozen=True):
     """With ``source``: where in it the value of each put lies; 0: it is in the payload."""
     versions: Sizes = []
     """What the header before each says as long as it is the same."""
+    staged: bool = False
+    """It is one put, whose value was staged before."""
+
+
+class Stage(Body, frozen=True):
+    """A piece of a value that no message holds, of an operation to be prepared. Payload: its bytes
+    from ``start`` on; none: asks for room."""
+
+    bucket: Bucket
+    epoch: Annotated[int, Limit(ge=0, lt=1 << 62)]
+    seq: Annotated[int, Limit(ge=0, lt=1 << 62)]
+    op: Op
+    start: Size = 0
+
+
+class Staged(Body, frozen=True):
+    """How much of it is there. OUT_OF_MEMORY: there is no room. CONFLICT: the operation does not
+    follow on what is here."""
+
+    status: Code
+    filled: Size = 0
 
 
 class Replicated(Body, frozen=True):
@@ -703,6 +726,8 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.FETCH: Fetch,
     Kind.FETCHED: Fetched,
     Kind.DROPPED: Dropped,
+    Kind.STAGE: Stage,
+    Kind.STAGED: Staged,
 }
 
 MUTATING = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 from nodeside import LIMITS, MIB, MS, PLAIN, A, B, C, S, answered, flat, make_store
@@ -16,8 +16,9 @@ from p2pkv.handover import Cut, Failed, Outgoing
 from p2pkv.journal import Journal
 from p2pkv.learning import Learning
 from p2pkv.objects import Object, Pin
+from p2pkv.oversized import PIECES_PER_MESSAGE, is_alone, send_staged
 from p2pkv.records import BucketRecord, Versioned
-from p2pkv.replicas import Pace, Replicas
+from p2pkv.replicas import Batch, Pace, Replicas
 from p2pkv.replicated import OpKind
 from p2pkv.replication import Copy, Settings, Timing
 from p2pkv.routing import Exchange, Lost, Pause, Reply
@@ -30,6 +31,7 @@ BEACON_NS = 125 * MS
 LEASE_NS = 500 * MS
 SLOW_NS = 2 * S
 PIECE_BYTES, PIECE_KEYS = 1024, 4
+PIECE_OF_LARGE = LIMITS.message_bytes_max // PIECES_PER_MESSAGE
 
 Content = dict[bytes, tuple[bytes, int, Pin, bool, int | None]]
 """Value, time of expiry, own pin, write-once, checksum."""
@@ -52,7 +54,8 @@ class Node:
         self.journal = Journal(self.store, self.sessions, lambda: cluster.now)
         self.replicas = self.journal.replicas = Replicas(
             Settings(me=me, min_in_sync=min_in_sync, timing=Timing(slow_ns=SLOW_NS)),
-            Pace(beacon_ns=BEACON_NS), LEASE_NS, self.journal,
+            Pace(beacon_ns=BEACON_NS, batch_bytes=LIMITS.message_bytes_max), LEASE_NS,
+            self.journal,
             {m.node: m for m in cluster.members}.get, lambda now: not self.fenced,
         )  # fmt: skip
         self.learning = Learning(self.store, self.replicas)
@@ -158,6 +161,7 @@ class Cluster:
         self.cut_off: set[Member] = set()
         """Those that nothing reaches, and nobody hears from."""
         self.drive = self._drive
+        self.stage = self._stage
         self.nodes: dict[Member, Node] = {}
         for me in self.members:
             arena = stack.enter_context(Arena.create((sizes or {}).get(me, arena_bytes), "repl"))
@@ -224,16 +228,55 @@ class Cluster:
         """PREPAREs leave, arrive and are acknowledged."""
         for node in self.nodes.values():
             for batch in node.replicas.batches(self.now):
-                puts = [e.staged for e in batch.entries if e.op.kind == OpKind.PUT]
-                values = [bytes(node.store.value(item)) for item in puts if item.size]
-                body = wire.Replicate(batch.prepares)
-                answer = self.send(node, batch.to, Kind.REPLICATE, body, values)
+                answer = self.prepare(node, batch)
                 if answer is None:
                     buckets = [p.bucket for p in batch.prepares]
                     node.replicas.not_delivered(batch.to, buckets)
                 else:
                     node.journal.take_no_room(batch.to, answer.acks)
                     node.replicas.take_prepare_acks(batch.to, answer.acks, self.now)
+
+    def prepare(self, node: Node, batch: Batch) -> Any:
+        """Send a batch; the body of its answer. None: it was lost, or could not be staged."""
+        if is_alone(batch.entries, LIMITS.message_bytes_max):
+            if not self.stage(node, batch):
+                return None
+            body = wire.Replicate(batch.prepares, staged=True)
+            return self.send(node, batch.to, Kind.REPLICATE, body, [])
+        puts = [e.staged for e in batch.entries if e.op.kind == OpKind.PUT]
+        values = [bytes(node.store.value(item)) for item in puts if item.size]
+        body = wire.Replicate(batch.prepares)
+        return self.send(node, batch.to, Kind.REPLICATE, body, values)
+
+    def _stage(self, node: Node, batch: Batch) -> bool:
+        return self.send_staged(node, batch, lambda body, frames: self.send(
+            node, batch.to, Kind.STAGE, body, frames
+        ))  # fmt: skip
+
+    def send_staged(
+        self, node: Node, batch: Batch, exchange: Callable[[wire.Stage, list[bytes]], Any]
+    ) -> bool:
+        """Send a value in pieces as the replicator does; ``exchange`` answers None for a loss."""
+        bucket, entry = batch.prepares[0].bucket, batch.entries[0]
+        sending = send_staged(
+            batch.to, batch.prepares[0], node.store.value(entry.staged), PIECE_OF_LARGE,
+            lambda filled: node.replicas.note_staged(batch.to, bucket, entry, filled, self.now),
+            lambda: self.now,
+        )  # fmt: skip
+        result: Any = None
+        try:
+            while True:
+                effect = sending.send(result)
+                assert isinstance(effect, Exchange)
+                bodies = [
+                    exchange(cast(wire.Stage, r.body), [bytes(f) for f in r.payload])
+                    for r in effect.requests
+                ]
+                result = [
+                    Lost("cut off") if b is None else Reply(Kind.STAGED, b, ()) for b in bodies
+                ]
+        except StopIteration as stop:
+            return bool(stop.value)
 
     def talk(self) -> None:
         """Small messages go to and fro until there are none."""

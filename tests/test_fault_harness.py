@@ -49,6 +49,11 @@ def test_a_seed_gives_the_same_faults_again() -> None:
     assert plan(COUNTS, Random(5), 1.0) != plan(COUNTS, Random(6), 1.0)
 
 
+def test_all_faults_may_be_told_to_last_the_same_time() -> None:
+    faults = plan(COUNTS, Random(5), 1.0, 8.0, 60.0)
+    assert {fault.duration_s for fault in faults} == {60.0}
+
+
 def test_a_plan_has_what_was_asked_for_within_bounds() -> None:
     faults = plan(COUNTS, Random(1), 1.0)
     assert {kind: sum(f.kind is kind for f in faults) for kind in COUNTS} == COUNTS

@@ -70,6 +70,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     fault_s_max: float = 8.0
     """No fault lasts longer. What lasts longer than ``reset_after_s`` costs a bucket with one copy
     what it had."""
+    fault_s: float = 0.0
+    """How long each fault lasts; 0: as the seed says."""
 
     def __post_init__(self) -> None:
         for name, low, high in _LIMITS:
@@ -91,6 +93,7 @@ _LIMITS = [
     ("value_bytes_max", 64, 16 * MiB),
     ("repair_timeout_s", 1, 3600),
     ("fault_s_max", 0.1, 3600),
+    ("fault_s", 0, 3600),
 ]
 
 
@@ -186,6 +189,7 @@ class Session:
             Random(wanted.seed),
             self._pause_s(),
             wanted.fault_s_max,
+            wanted.fault_s,
         )
         self._began_ns = self._ended_ns = 0
         self._stopped = threading.Event()

@@ -49,6 +49,9 @@ def failover(
     timeout: Annotated[float, typer.Option(help="Of one operation, in seconds.")] = 3.0,
     repair_timeout: Annotated[float, typer.Option(help="Seconds for a repair, at most.")] = 90.0,
     longest: Annotated[float, typer.Option(help="Seconds that a fault lasts, at most.")] = 8.0,
+    lasting: Annotated[
+        float, typer.Option(help="Seconds that each fault lasts; 0: as the seed says.")
+    ] = 0.0,
     history: Annotated[
         Path | None, typer.Option(metavar="DIRECTORY", help="Keep what clients did and saw.")
     ] = None,
@@ -57,6 +60,9 @@ def failover(
         str, typer.Option(help="How many; of a running cluster: the ids that may be hurt.")
     ] = "",
     replicas: Annotated[int, typer.Option(help="Copies.", rich_help_panel=_OWN)] = 1,
+    min_in_sync: Annotated[
+        int, typer.Option(help="Copies that a write must have.", rich_help_panel=_OWN)
+    ] = 1,
     etcd_members: Annotated[int, typer.Option(rich_help_panel=_OWN)] = 1,
     fast: Annotated[
         bool, typer.Option("--fast", help="Short deadlines, as in tests.", rich_help_panel=_OWN)
@@ -88,6 +94,7 @@ def failover(
         timeout_s=timeout,
         repair_timeout_s=repair_timeout,
         fault_s_max=longest,
+        fault_s=lasting,
     )
     print(f"seed = {wanted.seed}", file=sys.stderr, flush=True)
     with _watch() as watch:
@@ -105,7 +112,8 @@ def failover(
             theirs = _operated(etcd, cluster, _ids(nodes), commands)
             report = run(wanted, theirs, cluster, _made(history), watch)
         else:
-            report = _run_own(wanted, nodes, replicas, etcd_members, fast, history, watch)
+            copies = {"replicas": replicas, "min_in_sync": min_in_sync}
+            report = _run_own(wanted, nodes, copies, etcd_members, fast, history, watch)
     if as_json:
         print_json(msgspec.to_builtins(report))
     else:
@@ -115,7 +123,7 @@ def failover(
 
 
 def _run_own(
-    wanted: Plan, nodes: str, replicas: int, etcd_members: int, fast: bool,
+    wanted: Plan, nodes: str, copies: dict[str, int], etcd_members: int, fast: bool,
     history: Path | None, watch: Watch,
 ) -> Report:  # fmt: skip
     if nodes and not nodes.isdigit():
@@ -125,9 +133,7 @@ def _run_own(
         raise ConfigError(f"nodes = {count}: must be from 1 to 32")
     cut = bool(wanted.faults.get(FaultKind.PARTITION)) and not namespaces.why_not()
     watch.say("starting a cluster")
-    with OwnCluster(
-        count, replicas=replicas, etcd_members=etcd_members, partitions=cut, fast=fast
-    ) as own:
+    with OwnCluster(count, etcd_members=etcd_members, partitions=cut, fast=fast, **copies) as own:
         return run(wanted, own, own.cluster_name, _made(history), watch)
 
 

@@ -86,16 +86,23 @@ def parse(text: str) -> dict[FaultKind, int]:
 
 
 def plan(
-    counts: dict[FaultKind, int], rng: Random, pause_s: float, duration_s_max: float = math.inf
+    counts: dict[FaultKind, int],
+    rng: Random,
+    pause_s: float,
+    duration_s_max: float = math.inf,
+    duration_s: float = 0.0,
 ) -> list[Fault]:
-    """The faults in a random order; ``pause_s`` is the mean pause between them."""
+    """The faults in a random order; ``pause_s`` is the mean pause between them.
+
+    ``duration_s``: how long each lasts, whatever its kind; 0: by chance, up to ``duration_s_max``.
+    """
     kinds = [kind for kind in FaultKind for _ in range(counts.get(kind, 0))]
     rng.shuffle(kinds)
     return [
         Fault(
             kind=kind,
             pause_s=rng.uniform(0.2, 1.8) * pause_s,
-            duration_s=min(duration_s_max, _log_uniform(rng, *DURATIONS_S[kind])),
+            duration_s=duration_s or min(duration_s_max, _log_uniform(rng, *DURATIONS_S[kind])),
             choice=rng.random(),
             other=rng.random(),
             cut=rng.choice(list(Cut)),
