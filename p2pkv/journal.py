@@ -162,8 +162,11 @@ class Journal:
     def log_of(self, bucket: int, required: int) -> Replica | Status:
         """The bucket's replica if it takes another write, else why not."""
         replica = self.replicas.by_bucket[bucket]
-        if not replica.writable or replica.copies < required:
-            return Status.NOT_ENOUGH_REPLICAS if replica.serving else Status.MOVING
+        if not replica.serving:
+            return Status.MOVING
+        required = max(required, replica.min_in_sync)
+        if required > 1 and replica.copies < required:
+            return Status.NOT_ENOUGH_REPLICAS
         return Status.STALLED if len(replica.log) >= IN_FLIGHT_MAX else replica
 
     def copies_of(self, bucket: int) -> int:
@@ -457,6 +460,7 @@ class Journal:
     def apply(self, committed: Sequence[Committed], now: int) -> None:
         puts: list[Object] = []
         for bucket, entries, _ in committed:
+            before = len(puts)
             for entry in entries:
                 if entry.op.kind == _PUT:
                     stamp = stamp_of(entry.origin, entry.seq)
@@ -466,9 +470,10 @@ class Journal:
                     else:
                         entry.staged.stamp = stamp
                         puts.append(entry.staged)
-                else:  # what came before it in its bucket must be there
-                    self._commit(puts, now)
-                    puts = []
+                else:
+                    if len(puts) > before:  # what came before it in its bucket must be there
+                        self._commit(puts, now)
+                        puts, before = [], 0
                     self._apply_other(bucket, entry, now)
         self._commit(puts, now)
         for bucket, entries, copies in committed:

@@ -122,6 +122,7 @@ class Arriving:
             values = [[None if item in corrupt else item for item in some] for some in values]
         receiving._journal.give_up_unstaged(self._body.prepares, values)
         acks = receiving._journal.replicas.take_prepares(member, self._body.prepares, values, now)
+        receiving._journal.wake()
         receiving._store.release_batch(self._items)
         return Kind.REPLICATED, wire.Replicated(receiving._journal.tell_no_room(acks)), ()
 

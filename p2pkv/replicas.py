@@ -338,7 +338,10 @@ class Replicas:
     def take_prepares(
         self, sender: Member, prepares: Sequence[Prepare], staged: Sequence[Sequence[Any]], now: int
     ) -> list[PrepareAck]:
-        """Operations from a primary, with what is staged for each."""
+        """Operations from a primary, with what is staged for each.
+
+        What is committed by them waits for ``settle``, so that the acknowledgement does not.
+        """
         self._hear(sender, now)
         acks: list[PrepareAck] = []
         for prepare, values in zip(prepares, staged, strict=True):
@@ -346,8 +349,11 @@ class Replicas:
             ack = replica.take_prepare(sender, prepare, values)
             if ack is not None:
                 acks.append(ack)
-        self._settle(now)
         return acks
+
+    def settle(self, now: int) -> None:
+        """Carry out what ``take_prepares`` has left."""
+        self._settle(now)
 
     # -- small messages
 

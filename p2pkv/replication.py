@@ -283,7 +283,8 @@ class Replica:
     def copies(self) -> int:
         """How many members in sync have each committed operation, this one included."""
         assert self.record is not None
-        return 1 + sum(1 for m in self.followers if m in self.record.in_sync)
+        in_sync = self.record.in_sync
+        return 1 + len([m for m in self.followers if m in in_sync])
 
     @property
     def serving(self) -> bool:
@@ -408,9 +409,14 @@ class Replica:
 
     def advance(self, now: int) -> None:
         """Commit what every member of the ack set has (invariant I4)."""
-        if not self.tenure or any(not f.confirmed for f in self.followers.values()):
+        if not self.tenure:
             return
-        end = min([self.last, *(f.acked for f in self.followers.values())])
+        end = self.last
+        for follower in self.followers.values():
+            if not follower.confirmed:
+                return
+            if follower.acked < end:
+                end = follower.acked
         if end > self.applied and not self._bound:
             self._commit_to(end)
         if not self.active:
@@ -947,10 +953,12 @@ class Replica:
             return False
         if record.generation != self.generation:
             return False
+        heard_ns = self.leases.granted_ns(self.bucket)
+        if now - heard_ns <= self.leases.grace_ns:
+            return False  # whatever else is to be waited for
         gone = record.primary in dead
         wait = self.leases.grace_ns if gone else max(self.leases.grace_ns, self.timing.slow_ns)
         wait += self._rank(record) * self.timing.promote_step_ns
-        heard_ns = self.leases.granted_ns(self.bucket)
         if not gone:
             heard_ns = max(heard_ns, self._adopted_ns)
         return now - heard_ns > wait

@@ -126,6 +126,7 @@ class Replicator:
         """Send what there is to send, and begin what there is to begin."""
         self._flush_wanted = False
         group, replicas = self._group, self._replicas
+        replicas.settle(clock.monotonic())
         if group is None:
             return
         if replicas.has_unsent:

@@ -102,7 +102,9 @@ class Node:
 
     def takes(self, batch: Batch, sender: Node) -> list[PrepareAck]:
         staged = [[None] * len(p.ops) for p in batch.prepares]
-        return self.replicas.take_prepares(sender.me, batch.prepares, staged, self.cluster.now)
+        acks = self.replicas.take_prepares(sender.me, batch.prepares, staged, self.cluster.now)
+        self.replicas.settle(self.cluster.now)
+        return acks
 
     def acknowledged(self, acks: Sequence[PrepareAck], by: Node) -> None:
         self.replicas.take_prepare_acks(by.me, acks, self.cluster.now)

@@ -285,6 +285,7 @@ class Life:
             staged.append([self.objects.stage(v) for v in values[start : start + len(prepare.ops)]])
             start += len(prepare.ops)
         acks = self.replicas.take_prepares(sender, prepares, staged, self.now)
+        self.world.after(0, self.node.do, self, lambda: self.replicas.settle(self.now))
         self.send(sender, "take_acks", self.me, sender, [self._encoded(a) for a in acks])
 
     def take_acks(self, sender: Member, to: Member, acks: Sequence[PrepareAck]) -> None:
