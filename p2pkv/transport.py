@@ -330,6 +330,10 @@ class Waiter:
             self.poke()
 
     def close(self) -> None:
+        """To be called before the socket is closed; again does no harm, even when its descriptor
+        is somebody else's by then."""
+        if self._closed:
+            return
         self._closed = True
         if self._handle is not None:
             self._handle.cancel()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -428,3 +430,27 @@ def test_lent_views_are_missed_until_their_last_user_is_done() -> None:
     assert (done, len(lending)) == (["a"], 1)
     views.clear()
     assert (done, len(lending)) == (["a", "b"], 0)
+
+
+async def test_a_waiter_closed_again_takes_nothing_from_who_has_its_descriptor_now() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    waiter = Waiter(dealer, lambda: False)
+    descriptor = int(dealer.getsockopt(zmq.FD))
+    waiter.close()
+    dealer.close(0)
+    context.term()  # by now the descriptor is free
+    ours, theirs = socket.socketpair()
+    readable = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    try:
+        os.dup2(ours.fileno(), descriptor)
+        loop.add_reader(descriptor, readable.set)
+        waiter.close()
+        theirs.send(b"x")
+        await asyncio.wait_for(readable.wait(), 10)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        ours.close()
+        theirs.close()
