@@ -4,8 +4,9 @@ By the protocol copies do not differ, but for what a member gave up for want of 
 that memory did not keep. Comparing finds these, and would find mistakes of ours.
 
 What a copy lacks, or has another write of, is written again through the log, if all copies have
-room for it. What the primary lacks is put back if it was corrupt here and the copy is of the same
-write; else the copies give it up. Everything goes through the log, so it takes its place among the
+room for it. What the primary lacks is put back if the copy is of the same write that was corrupt
+here, or that this node gave up when it was a backup and now has room for; else the copies give it
+up. Everything goes through the log, so it takes its place among the
 writes of clients, and needs no rules of its own.
 """
 
@@ -18,7 +19,6 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from p2pkv import clock, wire
-from p2pkv.checksums import checksums_of
 from p2pkv.config import NodeConfig
 from p2pkv.digests import (
     Difference,
@@ -34,7 +34,7 @@ from p2pkv.digests import (
 from p2pkv.errors import ProtocolError
 from p2pkv.handover import entry_of, options_of
 from p2pkv.journal import Journal, Outcome
-from p2pkv.objects import METADATA_BYTES, Object
+from p2pkv.objects import METADATA_BYTES, Object, State, extent_bytes
 from p2pkv.replicas import Replicas
 from p2pkv.routing import Reply, Request
 from p2pkv.sessions import Response, Session
@@ -210,7 +210,7 @@ class Comparing:
             for member in members:
                 found = difference(copies.note, copies.stamps[member])
                 missing[member] += len(found.missing)
-                self._report(bucket, member, found)
+                self._report(bucket, member, found, copies.stamps[member])
             for member in members:
                 extra = difference(copies.note, copies.stamps[member]).extra
                 await self._mend_extra(bucket, member, extra, copies.stamps[member])
@@ -224,9 +224,15 @@ class Comparing:
                 self._turns.doubt(bucket)
         self._journal.missing.set(bucket, missing)
 
-    def _report(self, bucket: int, member: Member, found: Difference) -> None:
+    def _report(
+        self, bucket: int, member: Member, found: Difference, stamps: Mapping[int, int]
+    ) -> None:
         corrupt = self._journal.corrupt
-        extra = [h for h in found.extra if (bucket, h) not in corrupt]
+        extra = [
+            h
+            for h in found.extra
+            if (bucket, h) not in corrupt and not self._gave_up(bucket, h, stamps[h])
+        ]
         self.stale_total += len(found.stale)
         self.extra_total += len(extra)
         if found.stale or extra:
@@ -261,37 +267,75 @@ class Comparing:
         """Objects that only the other copy has."""
         corrupt = self._journal.corrupt
         for hash_ in hashes:
+            stamp = stamps[hash_]
             was = corrupt.pop((bucket, hash_), None)
-            if was is not None and was[0] == stamps[hash_]:
-                await self._restore(bucket, member, hash_, *was)
+            if was is not None and was[0] == stamp:
+                await self._restore(bucket, member, hash_, stamp, was[1])
+            elif self._gave_up(bucket, hash_, stamp):
+                await self._restore(bucket, member, hash_, stamp, None)
         unknown = [h for h in hashes if (bucket, h) not in corrupt][:FETCH_KEYS]
         if unknown:
             fetched, _ = await self._fetch(bucket, member, unknown, values=False)
             for entry in fetched:
                 self._journal.give_up(bucket, entry.key)
 
+    def _gave_up(self, bucket: int, hash_: int, stamp: int) -> bool:
+        """Whether this node had that write, or should have, and gave it up as a backup."""
+        return self._journal.given_up.get((bucket, hash_)) == stamp
+
     async def _restore(
-        self, bucket: int, member: Member, hash_: int, stamp: int, checksum: int
+        self, bucket: int, member: Member, hash_: int, stamp: int, checksum: int | None
     ) -> None:
-        """Take back from a copy what was corrupt here, if it still is of the same write."""
+        """Take back from a copy what this node lacks, if it still is of the same write.
+
+        ``checksum``: of what was corrupt here (0: not known), which is not taken without one. None:
+        it was given up for want of room, and comes back only if there is room now.
+        """
         entries, value = await self._fetch(bucket, member, [hash_], values=True)
-        if len(entries) != 1 or entries[0].stamp != stamp or len(value) != entries[0].size:
+        if len(entries) != 1 or entries[0].stamp != stamp:
             return
-        entry, expected = entries[0], checksum or entries[0].checksum
-        if not expected or checksums_of([memoryview(value)]) != [expected]:
+        entry = entries[0]
+        expected = checksum or entry.checksum
+        if checksum is None and extent_bytes(entry.size) > min(self._room()):
+            return
+        if checksum is not None and not expected:
             return
         [item] = self._store.allocate_batch(
             [bucket], [entry.key], [entry.size], options_of(entry), self._now(), decided=True
         )
-        if isinstance(item, Object):
-            item.checksum = expected
-            self._store.write(item.offset, memoryview(value))
-            self.restored_total += self._journal.restore(item)
+        if not isinstance(item, Object):
+            return
+        item.checksum = expected or None
+        self._store.acquire(item)  # the bucket may leave while the rest is fetched
+        try:
+            there = await self._take_rest(item, member, hash_, stamp, value)
+            if there and not self._store.differing([item], [expected]):
+                self._journal.given_up.pop((bucket, hash_), None)
+                self.restored_total += self._journal.restore(item)
+            else:
+                self._store.abort_batch([item])
+        finally:
+            self._store.release(item)
+
+    async def _take_rest(
+        self, item: Object, member: Member, hash_: int, stamp: int, value: bytes
+    ) -> bool:
+        """Fill the object with ``value`` and what follows it. Whether all of it is there."""
+        at = 0
+        while item.state is State.ALLOCATED and len(value) <= item.size - at:
+            self._store.write(item.offset + at, memoryview(value))
+            at += len(value)
+            if at == item.size:
+                return True
+            entries, value = await self._fetch(item.bucket, member, [hash_], values=True, start=at)
+            if len(entries) != 1 or entries[0].stamp != stamp or not value:
+                return False
+        return False
 
     async def _fetch(
-        self, bucket: int, member: Member, hashes: Sequence[int], values: bool
+        self, bucket: int, member: Member, hashes: Sequence[int], values: bool, start: int = 0
     ) -> tuple[list[wire.Entry], bytes]:
-        request = Request(member, Kind.FETCH, wire.Fetch(bucket, list(hashes), values))
+        request = Request(member, Kind.FETCH, wire.Fetch(bucket, list(hashes), values, start))
         deadline = self._now() + ANSWER_TIMEOUT_NS
         [reply] = await self._driver.exchange((request,), deadline)
         if not isinstance(reply, Reply) or reply.kind != Kind.FETCHED:
@@ -341,14 +385,18 @@ class Comparing:
     def _on_fetch(self, session: Session, body: wire.Fetch, frames: Any, now: int) -> Response:
         _member_of(session)
         wanted, bound = set(body.hashes), self._config.limits.message_bytes_max
+        if body.start and len(wanted) != 1:
+            raise ProtocolError(f"a part of {len(wanted)} values")
+        found = [i for k, i in self._store.index[body.bucket].items() if key_hash(k) in wanted]
         entries: list[wire.Entry] = []
         values: list[bytes] = []
-        for key, item in self._store.index[body.bucket].items():
-            if key_hash(key) in wanted and (not body.values or item.size <= bound):
-                entries.append(entry_of(key, item, now))
-                if body.values:
-                    bound -= item.size
-                    values.append(bytes(self._store.value(item)))
+        for item in found:
+            if body.values and item.size > bound and len(wanted) > 1:
+                continue
+            entries.append(entry_of(item.key, item, now))
+            if body.values:
+                values.append(bytes(self._store.value(item)[body.start : body.start + bound]))
+                bound -= len(values[-1])
         return Kind.FETCHED, wire.Fetched(entries), [v for v in values if v]
 
 

@@ -45,6 +45,8 @@ LAPSED_KEPT_NS = 2 * SECOND_NS
 prolonged its time to live just before, and the word of it is on its way."""
 CORRUPT_MAX = 4096
 """Objects that were corrupt here and that another copy may still give back."""
+GIVEN_UP_MAX = 16384
+"""Objects that this node gave up as a backup and may want back as primary."""
 
 _PUT, _DELETE, _EVICT, _EXPIRE, _DELETE_RANGE, _PIN, _UNPIN, _COMPARE = OpKind
 _OK, _MISS, _EXISTS = Status.OK, Status.MISS, Status.EXISTS
@@ -132,6 +134,8 @@ class Journal:
         """What others lack of the buckets that are ours."""
         self.corrupt: dict[tuple[int, int], tuple[int, int]] = {}
         """By bucket and key hash the stamp and checksum of what was corrupt here, as primary."""
+        self.given_up: dict[tuple[int, int], int] = {}
+        """By bucket and key hash the stamp of what this node gave up, as a backup."""
         self.notes = Notes()
         self.doubt: Callable[[int], object] = lambda bucket: None
         """Called when copies of a bucket that is ours may differ."""
@@ -356,6 +360,7 @@ class Journal:
             if item.bucket not in replicas.shared:
                 if item.bucket not in replicas.served:
                     self._note_dropped(item.bucket)
+                    self._note_given_up(item.bucket, item.key, item.stamp)
             elif reason is Reason.CORRUPT:
                 self._note_corrupt(item)
             else:
@@ -364,6 +369,11 @@ class Journal:
     def _note_dropped(self, bucket: int) -> None:
         self.copies_dropped += 1
         self.dropped[bucket] = self.dropped.get(bucket, 0) + 1
+
+    def _note_given_up(self, bucket: int, key: bytes, stamp: int) -> None:
+        if len(self.given_up) >= GIVEN_UP_MAX:
+            del self.given_up[next(iter(self.given_up))]
+        self.given_up[bucket, key_hash(key)] = stamp
 
     def _note_corrupt(self, item: Object) -> None:
         """The others have it still, and should have kept it; see ``comparing``."""
@@ -433,8 +443,8 @@ class Journal:
         return True
 
     def restore(self, item: Object) -> bool:
-        """Put back what was corrupt here: an allocated object, with its bytes. False: not now,
-        and it is taken back."""
+        """Put back what this node lacks: an allocated object, with its bytes. False: not now, and
+        it is taken back."""
         replica = self.settled(item.bucket, item.key)
         if replica is None or item.key in self.store.index[item.bucket]:
             self.store.abort_batch([item])
@@ -502,6 +512,8 @@ class Journal:
             store.delete_batch([bucket], [op.key], now)
         elif op.kind == _EVICT:
             store.evict_batch([bucket], [op.key])
+            if op.flags & NO_ROOM:
+                self._note_given_up(bucket, op.key, stamp_of(entry.origin, entry.seq))
         elif op.kind == _EXPIRE:
             self._apply_expiry(bucket, op, now)
         elif op.kind == _DELETE_RANGE:

@@ -658,6 +658,8 @@ class Fetch(Body, frozen=True):
     hashes: Annotated[list[Stamp], Limit(max_length=BATCH_KEYS_MAX)]
     values: bool = False
     """Whether their values are sent along, as far as they fit into a message."""
+    start: Size = 0
+    """Of one value: from which byte on."""
 
 
 class Fetched(Body, frozen=True):

@@ -6,15 +6,16 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from nodeside import KIB, MIB, A, B, C
+from nodeside import KIB, LIMITS, MIB, A, B, C
 from replicating import Cluster, Node, keys_in
 
-from p2pkv import wire
+from p2pkv import journal, wire
 from p2pkv.comparing import Comparing
 from p2pkv.config import NodeConfig
+from p2pkv.digests import key_hash
 from p2pkv.objects import Object
 from p2pkv.routing import Lost, Reply, Request
 from p2pkv.types import BucketId, Member
@@ -56,7 +57,8 @@ class Compared(Cluster):
     def __init__(self, stack: ExitStack, **options: Any) -> None:
         super().__init__(stack, **options)
         self.peers = {me: Peers(self, me) for me in self.members}
-        config = NodeConfig(cluster="c", node_id="a", etcd=("127.0.0.1:1",), beacon_s=0.004)
+        config = NodeConfig(cluster="c", node_id="a", etcd=("127.0.0.1:1",), beacon_s=0.004,
+                            limits=LIMITS)  # fmt: skip
         self.sides = {
             me: Comparing(config, node.journal, self.peers[me], random.Random(1), lambda: self.now)
             for me, node in self.nodes.items()
@@ -189,6 +191,107 @@ def test_what_was_corrupt_and_was_written_anew_is_not_overwritten(cluster: Compa
     side = cluster.compare()
     assert (side.restored_total, side.differing_total) == (0, 0)
     assert a.content()[K][0] == b"newer"
+
+
+LARGE = 3 * LIMITS.message_bytes_max + 5
+
+
+@pytest.fixture
+def roomy() -> Iterator[Compared]:
+    """As ``cluster``, with room for values that no message holds."""
+    with ExitStack() as stack, Compared(stack, arena_bytes=16 * MIB) as cluster:
+        cluster.start(A, B, C)
+        yield cluster
+
+
+def hog(node: Node, size: int) -> Object:
+    """Take memory that cannot be evicted."""
+    node.store.open_bucket(BucketId(3))
+    [item] = node.store.allocate_batch([3], [b"hog"], [size], wire.PutOptions(), 1)
+    assert isinstance(item, Object)
+    return item
+
+
+def take_over(cluster: Compared) -> None:
+    """A dies, B becomes primary; C has a copy."""
+    cluster.cut_off = {A}
+    cluster.run_until(lambda: BUCKET in cluster[B].replicas.served)
+
+
+@pytest.mark.parametrize("size", [200 * KIB, LARGE])
+def test_a_new_primary_gets_back_what_it_had_no_room_for(roomy: Compared, size: int) -> None:
+    a, b = roomy[A], roomy[B]
+    memory = hog(b, 16 * MIB - 600 * KIB if size == LARGE else 15 * MIB + 900 * KIB)
+    value = random.Random(size).randbytes(size)
+    a.put(K, value=value)
+    roomy.settle()
+    assert K not in b.content()
+    b.store.abort_batch([memory])
+    take_over(roomy)
+    side = roomy.compare(B, rounds=2)
+    assert (side.restored_total, side.extra_total, side.missing) == (1, 0, 0)
+    assert b.content()[K][0] == value
+    assert same(roomy, B, C)
+    assert not b.journal.given_up
+
+
+def test_what_there_is_no_room_for_is_not_got_back(roomy: Compared) -> None:
+    b = roomy[B]
+    hog(b, 15 * MIB + 900 * KIB)
+    roomy[A].put(K, value=bytes(200 * KIB))
+    roomy.settle()
+    take_over(roomy)
+    side = roomy.compare(B, rounds=2)
+    assert (side.restored_total, side.extra_total) == (0, 0)
+    assert K not in roomy[C].content()
+
+
+def test_a_new_primary_gets_nothing_back_of_another_write(cluster: Compared) -> None:
+    b = cluster[B]
+    b.store.drop_corrupt([item_of(b, K)])
+    (place,) = b.journal.given_up
+    b.journal.given_up[place] += 1
+    take_over(cluster)
+    side = cluster.compare(B, rounds=2)
+    assert (side.restored_total, side.extra_total) == (0, 1)
+    assert K not in cluster[C].content()
+
+
+def test_what_changes_while_it_is_got_back_is_left_alone(roomy: Compared) -> None:
+    b, c = roomy[B], roomy[C]
+    roomy[A].put(K, value=bytes(LARGE))
+    roomy.settle()
+    b.store.drop_corrupt([item_of(b, K)])
+    take_over(roomy)
+    exchange, peers = roomy.peers[B].exchange, roomy.peers[B]
+
+    async def changing(requests: Sequence[Request], deadline_ns: int) -> Sequence[Any]:
+        if any(isinstance(r.body, wire.Fetch) and r.body.start for r in requests):
+            c.store.restamp(item_of(c, K), item_of(c, K).stamp + 1)
+        return await exchange(requests, deadline_ns)
+
+    peers.exchange = changing  # type: ignore[method-assign]
+    side = roomy.compare(B)
+    assert side.restored_total == 0
+    assert not b.store.allocated
+
+
+def test_part_of_several_values_is_refused(cluster: Compared) -> None:
+    body = wire.Fetch(BUCKET, [1, 2], True, 5)
+    kind, told, _ = cast(
+        tuple[Any, Any, Any], cluster[B].ask(Kind.FETCH, body, [], cluster._links[B, A])
+    )
+    assert kind == Kind.ERROR
+    assert "2 values" in told.message
+
+
+def test_no_more_is_remembered_of_what_was_given_up_than_so_much(
+    cluster: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "GIVEN_UP_MAX", 2)
+    b = cluster[B]
+    b.store.drop_corrupt([item_of(b, key) for key in (K, L, M)])
+    assert list(b.journal.given_up) == [(0, key_hash(L)), (0, key_hash(M))]
 
 
 def test_what_was_corrupt_at_a_copy_is_told_and_mended(cluster: Compared) -> None:
