@@ -263,6 +263,11 @@ class Replicas:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
+    @property
+    def talkative(self) -> bool:
+        """Whether there is anything to be sent or begun."""
+        return bool(self._unsent or self.talks or self.proposals or self.copies)
+
     def batches(
         self,
         now: int,

@@ -258,7 +258,8 @@ class Replicator:
         self.prepared_bytes_total += sum(e.op.size for e in batch.entries)
         self._journal.take_no_room(batch.to, answer.body.acks)
         self._replicas.take_prepare_acks(batch.to, answer.body.acks, now)
-        self.wake()
+        if self._replicas.talkative:
+            self.wake()
 
     # -- etcd
 
