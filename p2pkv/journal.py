@@ -126,6 +126,7 @@ class Journal:
         self.staged: dict[tuple[int, bytes], Entry] = {}
         """By bucket and key the last operation that is not committed."""
         self._evicted: list[tuple[int, bytes]] = []
+        self._as_told = False
         self.copies_dropped = 0
         """Copies for which there was no room, or that were evicted or corrupt here, as a backup."""
         self.dropped: dict[int, int] = {}
@@ -354,7 +355,17 @@ class Journal:
 
     # -- evictions, and what is corrupt
 
+    def _evict_as_told(self, buckets: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Give up what the primary has given up: no copy is missing by that."""
+        self._as_told = True
+        try:
+            self.store.evict_batch(buckets, keys)
+        finally:
+            self._as_told = False
+
     def _note_lost(self, items: Iterable[Object], reason: Reason) -> None:
+        if self._as_told:
+            return
         replicas = self.replicas
         for item in items:
             if item.bucket not in replicas.shared:
@@ -511,7 +522,7 @@ class Journal:
         if op.kind == _DELETE:
             store.delete_batch([bucket], [op.key], now)
         elif op.kind == _EVICT:
-            store.evict_batch([bucket], [op.key])
+            self._evict_as_told([bucket], [op.key])
             if op.flags & NO_ROOM:
                 self._note_given_up(bucket, op.key, stamp_of(entry.origin, entry.seq))
         elif op.kind == _EXPIRE:
@@ -581,7 +592,15 @@ class Journal:
     # -- staging what a primary sends
 
     def stage(self, buckets: Sequence[int], ops: Sequence[Op], now: int) -> list[Object | None]:
-        """Room for the value of each PUT among ``ops``; None where there is none."""
+        """Room for the value of each PUT among ``ops``; None where there is none.
+
+        What the primary has given up makes room first, though that is not committed yet: a backup
+        may give up anything, and would give up something else instead.
+        """
+        gone = [i for i, op in enumerate(ops) if op.kind == _EVICT]
+        held = [i for i in gone if buckets[i] in self.store.buckets] if gone else []
+        if held:
+            self._evict_as_told([buckets[i] for i in held], [ops[i].key for i in held])
         staged: list[Object | None] = [None] * len(ops)
         puts = [i for i, op in enumerate(ops) if op.kind == _PUT]
         for (flags, ttl_ms), group in groupby(puts, key=lambda i: (ops[i].flags, ops[i].ttl_ms)):

@@ -130,6 +130,7 @@ class Replicator:
         if group is None:
             return
         if replicas.has_unsent:
+            self._journal.tell_evictions()  # along with what they made room for
             self._send_batches(group)
         if replicas.talks:
             for talk in replicas.talk():

@@ -320,6 +320,23 @@ def test_what_the_primary_evicts_the_copies_evict(cluster: Cluster, a: Node, b: 
     cluster.tick()
     cluster.tick()
     assert b.keys() == {L}
+    assert b.journal.copies_dropped == 0
+    assert not b.journal.given_up
+
+
+def test_what_the_primary_gave_up_makes_room_for_what_it_was_given_up_for(
+    cluster: Cluster, a: Node, b: Node
+) -> None:
+    """Both are full: without that the copy would lose something else, and be compared for it."""
+    keys = keys_in(0, 60, "full")
+    for key in keys:
+        a.put(key, value=bytes(64 * KIB))
+        a.journal.tell_evictions()
+        cluster.replicate()
+    cluster.settle()
+    assert len(a.keys()) < len(keys)
+    assert b.keys() == a.keys()
+    assert b.journal.copies_dropped == 0
 
 
 def test_what_came_back_before_its_eviction_was_told_stays(
