@@ -18,6 +18,7 @@ import msgspec
 
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
 from p2pkv.digests import MissingCopies, Notes, Slice, key_hash, stamp_of, take_note
+from p2pkv.instructions import Entry
 from p2pkv.objects import Object, Pin, Reason, State
 from p2pkv.oversized import Oversized
 from p2pkv.replicas import Committed, Replicas
@@ -32,7 +33,7 @@ from p2pkv.replicated import (
     Prepare,
     PrepareAck,
 )
-from p2pkv.replication import Entry, Replica
+from p2pkv.replication import Replica
 from p2pkv.sessions import Deferred, Sessions
 from p2pkv.store import Store
 from p2pkv.types import BucketId, Member

@@ -12,8 +12,8 @@ from p2pkv import clock
 from p2pkv.async_driver import AsyncDriver
 from p2pkv.config import NodeConfig
 from p2pkv.handover import PIECE_BYTES, PIECE_KEYS, Cut, Failed, NotYet, Outgoing
+from p2pkv.instructions import Copy
 from p2pkv.replicas import Replicas
-from p2pkv.replication import Copy
 from p2pkv.routing import Exchange, Pause
 from p2pkv.store import Store
 

@@ -33,6 +33,7 @@ from p2pkv.handlers import Handlers
 from p2pkv.heartbeats import Heartbeats
 from p2pkv.hostlock import HostLock
 from p2pkv.journal import Journal
+from p2pkv.leading import Settings, Timing
 from p2pkv.learning import Learning
 from p2pkv.listeners import Listeners
 from p2pkv.liveness import PACKET, Liveness
@@ -46,7 +47,6 @@ from p2pkv.planning import Planning
 from p2pkv.records import Meta, View
 from p2pkv.replicas import BATCH_BYTES, Pace, Replicas
 from p2pkv.replicated import TALK
-from p2pkv.replication import Settings, Timing
 from p2pkv.replicator import Replicator
 from p2pkv.roster import Event, Left
 from p2pkv.routing import Router

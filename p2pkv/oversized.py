@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from p2pkv import wire
 from p2pkv.clock import SECOND_NS, Clock
 from p2pkv.errors import ProtocolError
+from p2pkv.instructions import Entry
 from p2pkv.objects import Object, State
 from p2pkv.replicated import Op, OpKind, Prepare
-from p2pkv.replication import Entry, Replica
+from p2pkv.replication import Replica
 from p2pkv.routing import Answer, Exchange, Operation, Reply, Request
 from p2pkv.types import Member
 from p2pkv.wire import Kind, Status

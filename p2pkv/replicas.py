@@ -18,6 +18,20 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from p2pkv.clock import MILLISECOND_NS
+from p2pkv.instructions import (
+    Abandon,
+    Apply,
+    Changed,
+    Copy,
+    Discard,
+    Drop,
+    Entry,
+    Instruction,
+    Open,
+    Propose,
+    Tell,
+)
+from p2pkv.leading import Settings
 from p2pkv.leases import Leases
 from p2pkv.records import BucketChange, Versioned
 from p2pkv.replicated import (
@@ -32,22 +46,7 @@ from p2pkv.replicated import (
     SteppedDown,
     Talk,
 )
-from p2pkv.replication import (
-    Abandon,
-    Apply,
-    Changed,
-    Copy,
-    Discard,
-    Drop,
-    Entry,
-    Instruction,
-    Open,
-    Propose,
-    Replica,
-    Role,
-    Settings,
-    Tell,
-)
+from p2pkv.replication import Replica, Role
 from p2pkv.types import BucketId, Member, NodeId
 from p2pkv.wire import Status
 

@@ -11,11 +11,11 @@ from p2pkv.buffers import Run
 from p2pkv.config import Limits
 from p2pkv.handlers import Handlers
 from p2pkv.journal import Journal
+from p2pkv.leading import Settings
 from p2pkv.records import BucketRecord, Versioned
 from p2pkv.replicas import Pace, Replicas
 from p2pkv.replicated import Grant, NewEpochAck, PrepareAck, Talk
 from p2pkv.replicated import Session as InStep
-from p2pkv.replication import Settings
 from p2pkv.sessions import Response, Session, Sessions
 from p2pkv.store import Store
 from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision

@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 
 from p2pkv.clock import MILLISECOND_NS, SECOND_NS
+from p2pkv.instructions import Copy, Entry
+from p2pkv.leading import Settings, Timing
 from p2pkv.records import BucketChange, BucketRecord, Versioned
 from p2pkv.replicas import Batch, Committed, Pace, Replicas
 from p2pkv.replicated import Op, OpKind, PrepareAck, Session, Talk
-from p2pkv.replication import Copy, Entry, Replica, Settings, Timing
+from p2pkv.replication import Replica
 from p2pkv.types import BootId, BucketId, Epoch, Member, NodeId, Revision
 
 BUCKET = BucketId(7)

@@ -13,14 +13,15 @@ from p2pkv import ring, wire
 from p2pkv.arena import Arena
 from p2pkv.handlers import Handlers
 from p2pkv.handover import Cut, Failed, Outgoing
+from p2pkv.instructions import Copy
 from p2pkv.journal import Journal
+from p2pkv.leading import Settings, Timing
 from p2pkv.learning import Learning
 from p2pkv.objects import Object, Pin
 from p2pkv.oversized import PIECES_PER_MESSAGE, is_alone, send_staged
 from p2pkv.records import BucketRecord, Versioned
 from p2pkv.replicas import Batch, Pace, Replicas
 from p2pkv.replicated import OpKind
-from p2pkv.replication import Copy, Settings, Timing
 from p2pkv.routing import Exchange, Lost, Pause, Reply
 from p2pkv.sessions import Deferred, Response, Session, Sessions
 from p2pkv.types import BucketId, Epoch, Member, Revision

@@ -15,9 +15,9 @@ from p2pkv import handover, wire
 from p2pkv.arena import Arena
 from p2pkv.errors import ProtocolError
 from p2pkv.handover import Cut, Failed, Incoming, NotYet
+from p2pkv.instructions import Copy
 from p2pkv.objects import State
 from p2pkv.replicated import Session
-from p2pkv.replication import Copy
 from p2pkv.routing import Exchange, Lost, Reply
 from p2pkv.store import Store
 from p2pkv.types import BucketId

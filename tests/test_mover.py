@@ -15,8 +15,8 @@ from replicating import BEACON_NS, BUCKETS, Cluster, keys_in, same
 from p2pkv import clock, handover, mover, wire
 from p2pkv.async_driver import AsyncDriver
 from p2pkv.config import ClientConfig, Limits, NodeConfig
+from p2pkv.instructions import Copy
 from p2pkv.mover import Mover
-from p2pkv.replication import Copy
 from p2pkv.routing import Router
 from p2pkv.types import BucketId
 from p2pkv.wire import Kind, Status

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from replicated import BEACON_NS, BUCKET, LEASE_NS, SLOW_NS, Cluster, Node, member, put
 
+from p2pkv.instructions import Drop, Entry, Tell
 from p2pkv.replicated import NewEpoch, NewEpochAck, PrepareAck, Session, SteppedDown, Talk
-from p2pkv.replication import Drop, Entry, Role, Tell
+from p2pkv.replication import Role
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from p2pkv.async_driver import AsyncDriver
 from p2pkv.config import ClientConfig, Limits, NodeConfig
 from p2pkv.errors import ProtocolError
 from p2pkv.gossip import Gossip
+from p2pkv.instructions import Entry
 from p2pkv.ownership import Ownership
 from p2pkv.records import View
 from p2pkv.replicas import Batch
 from p2pkv.replicated import Beacon, Grant, Op, OpKind, Prepare, Talk, decode, encode
-from p2pkv.replication import Entry
 from p2pkv.replicator import OP_BYTES_MAX, Replicator, fitting
 from p2pkv.routing import Router
 from p2pkv.types import BootId

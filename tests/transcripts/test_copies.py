@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from replicated import BUCKET, Cluster, Node, session
 
+from p2pkv.instructions import Copy
 from p2pkv.replicated import NewEpochAck
-from p2pkv.replication import Copy
 
 
 @pytest.fixture

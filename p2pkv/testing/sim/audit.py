@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from p2pkv.instructions import Entry
 from p2pkv.records import BucketRecord, Versioned
-from p2pkv.replication import Entry, Replica
+from p2pkv.replication import Replica
 from p2pkv.types import BucketId, Member
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from p2pkv.instructions import Copy
 from p2pkv.replicated import Session
-from p2pkv.replication import Copy
 from p2pkv.types import Member
 
 from . import plan as measures

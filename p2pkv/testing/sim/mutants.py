@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from p2pkv.following import Following
+from p2pkv.instructions import Changed, Discard
+from p2pkv.leading import Copying, Follower, Leading
 from p2pkv.leases import Leases
+from p2pkv.reconfiguring import Reconfiguring
 from p2pkv.replicas import Replicas
 from p2pkv.replicated import Session
-from p2pkv.replication import Changed, Copying, Discard, Follower, Replica
+from p2pkv.replication import Replica
 from p2pkv.testing.linearizability import Kind
 
 from .clients import NOT_HERE, Served
@@ -51,7 +55,7 @@ def mutant(description: str) -> Callable[[Callable[[], list[Patch]]], Callable[[
 
 @mutant("whoever claims a bucket is granted it, in any epoch (I2)")
 def noepoch() -> list[Patch]:
-    return [(Replica, "accepts_claim", lambda self, epoch: True)]
+    return [(Following, "accepts_claim", lambda self, epoch: True)]
 
 
 @mutant("a suffix is compared by its length, not by origin (I9)")
@@ -62,12 +66,12 @@ def origins() -> list[Patch]:
             self.out.append(Discard(self.bucket, self.log.pop(seq)))
         self.last = max(end, self.applied)
 
-    return [(Replica, "_keep_common", keep)]
+    return [(Following, "_keep_common", keep)]
 
 
 @mutant("a new primary drops what it has prepared (I9)")
 def dropstaged() -> list[Patch]:
-    begin = Replica._begin_tenure
+    begin = Leading._begin_tenure
 
     def dropping(self: Any, record: Any, now: int) -> None:
         for seq in range(self.applied + 1, self.last + 1):
@@ -75,18 +79,18 @@ def dropstaged() -> list[Patch]:
         self.last = self.applied
         begin(self, record, now)
 
-    return [(Replica, "_begin_tenure", dropping)]
+    return [(Leading, "_begin_tenure", dropping)]
 
 
 @mutant("a new primary serves before the others know of it (I9)")
 def servebeforerec() -> list[Patch]:
-    begin = Replica._begin_tenure
+    begin = Leading._begin_tenure
 
     def serving(self: Any, record: Any, now: int) -> None:
         begin(self, record, now)
         self.active = True
 
-    return [(Replica, "_begin_tenure", serving)]
+    return [(Leading, "_begin_tenure", serving)]
 
 
 # -- the ack set
@@ -94,18 +98,18 @@ def servebeforerec() -> list[Patch]:
 
 @mutant("a member need not acknowledge from when its removal is proposed (I3)")
 def eagershrink() -> list[Patch]:
-    propose = Replica._propose_shrunk
+    propose = Reconfiguring._propose_shrunk
 
     def eager(self: Any, record: Any, gone: Any) -> None:
         propose(self, record, gone)
         for member in gone:
             self.followers.pop(member, None)
 
-    return [(Replica, "_propose_shrunk", eager)]
+    return [(Reconfiguring, "_propose_shrunk", eager)]
 
 
 def _advance_without(skipped: Callable[[Any, Any, Any], bool]) -> list[Patch]:
-    advance = Replica.advance
+    advance = Leading.advance
 
     def advancing(self: Any, now: int) -> None:
         followers = self.followers
@@ -113,7 +117,7 @@ def _advance_without(skipped: Callable[[Any, Any, Any], bool]) -> list[Patch]:
         advance(self, now)
         self.followers = followers
 
-    return [(Replica, "advance", advancing)]
+    return [(Leading, "advance", advancing)]
 
 
 @mutant("a learner has to acknowledge only when it is known to be in sync (I3)")
@@ -128,7 +132,7 @@ def cutnotwaited() -> list[Patch]:
 
 @mutant("a learner counts as in step before its last piece has arrived")
 def earlylearner() -> list[Patch]:
-    cut = Replica.copy_cut
+    cut = Reconfiguring.copy_cut
 
     def cutting(self: Any, session: Any, now: int) -> Any:
         base = cut(self, session, now)
@@ -136,19 +140,19 @@ def earlylearner() -> list[Patch]:
             self.followers[self.copying.member] = Follower(self.applied, session, now)
         return base
 
-    return [(Replica, "copy_cut", cutting)]
+    return [(Reconfiguring, "copy_cut", cutting)]
 
 
 @mutant("an old confirmation of the epoch counts for a member that is copied anew (I11)")
 def lateconfirm() -> list[Patch]:
-    take = Replica.take_new_epoch_ack
+    take = Leading.take_new_epoch_ack
 
     def taking(self: Any, sender: Any, ack: Any, now: int) -> None:
         copying, self.copying = self.copying, None
         take(self, sender, ack, now)
         self.copying = copying
 
-    return [(Replica, "take_new_epoch_ack", taking)]
+    return [(Leading, "take_new_epoch_ack", taking)]
 
 
 @mutant("acknowledgements of an earlier session count (I11)")
@@ -158,7 +162,7 @@ def nosid() -> list[Patch]:
         if ack.epoch == self.tenure and follower is not None:
             self._acknowledge(follower, ack.last, now)
 
-    return [(Replica, "take_prepare_ack", take)]
+    return [(Leading, "take_prepare_ack", take)]
 
 
 @mutant("a copy may begin before the learner knows the record that it goes by (I11)")
@@ -181,7 +185,7 @@ def voidunwanted() -> list[Patch]:
 
 @mutant("a copy that was begun before is begun again by a late message (I11)")
 def snapregress() -> list[Patch]:
-    may = Replica.may_learn
+    may = Following.may_learn
 
     def may_learn(self: Any, epoch: int, session: Any, sender: Any) -> bool:
         floor, own = self._copy_floor, self.session
@@ -190,17 +194,17 @@ def snapregress() -> list[Patch]:
         self._copy_floor, self.session = floor, own
         return allowed
 
-    return [(Replica, "may_learn", may_learn)]
+    return [(Following, "may_learn", may_learn)]
 
 
 @mutant("a follower leaves only for silence, not for lack of progress (I14)")
 def hbonly() -> list[Patch]:
-    return [(Replica, "_stuck", lambda self, follower, now: False)]
+    return [(Reconfiguring, "_stuck", lambda self, follower, now: False)]
 
 
 @mutant("below min_in_sync is committed what an eligible member lacks (I15)")
 def bound() -> list[Patch]:
-    return [(Replica, "_bound", property(lambda self: False))]
+    return [(Leading, "_bound", property(lambda self: False))]
 
 
 @mutant("the result of one's own transaction is not adopted (I12)")
@@ -227,7 +231,7 @@ def commitonce() -> list[Patch]:
 
 @mutant("a primary reads without grants (I7)")
 def nolease() -> list[Patch]:
-    return [(Replica, "serve_until", lambda self: 1 << 62 if self.serving else 0)]
+    return [(Leading, "serve_until", lambda self: 1 << 62 if self.serving else 0)]
 
 
 @mutant("a grant counts from its arrival (I7)")
@@ -260,7 +264,7 @@ def norecheck() -> list[Patch]:
 
 @mutant("the word of any earlier primary ends the waiting for grants to lapse")
 def releasedbyany() -> list[Patch]:
-    take = Replica.take_stepped_down
+    take = Leading.take_stepped_down
 
     def taking(self: Any, sender: Any, message: Any, now: int) -> None:
         take(self, sender, message, now)
@@ -268,7 +272,7 @@ def releasedbyany() -> list[Patch]:
             self._released = self.tenure - 1
             self.advance(now)
 
-    return [(Replica, "take_stepped_down", taking)]
+    return [(Leading, "take_stepped_down", taking)]
 
 
 @mutant("an eligible member is taken back although it is named no more (I15)")
@@ -280,7 +284,7 @@ def takenback() -> list[Patch]:
         self._offer_epoch(now)
         self.out.append(Changed(self.bucket))
 
-    return [(Replica, "_take_back", take_back)]
+    return [(Reconfiguring, "_take_back", take_back)]
 
 
 @mutant("an eligible member is not asked for grants (I15)")
@@ -288,7 +292,7 @@ def eligiblenotasked() -> list[Patch]:
     def rivals(self: Any) -> list[Any]:
         return [m for m in self.followers if not self._is_learner(m)]
 
-    return [(Replica, "rivals", rivals)]
+    return [(Leading, "rivals", rivals)]
 
 
 @mutant("a learner that is proposed to be in sync is not asked for grants (I7)")
@@ -296,12 +300,12 @@ def proposednotasked() -> list[Patch]:
     def is_learner(self: Any, member: Any) -> bool:
         return not self._counted(member)
 
-    return [(Replica, "_is_learner", is_learner)]
+    return [(Leading, "_is_learner", is_learner)]
 
 
 @mutant("a learner may be promoted (I6)")
 def promoteany() -> list[Patch]:
-    return [(Replica, "_named", lambda self, record: bool(self.synced)),
+    return [(Following, "_named", lambda self, record: bool(self.synced)),
             (Replica, "_rank", lambda self, record: 0)]  # fmt: skip
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from p2pkv.instructions import Entry
+from p2pkv.leading import Settings, Timing
 from p2pkv.records import BucketChange, Versioned, View
 from p2pkv.replicas import Batch, Pace, Replicas
 from p2pkv.replicated import Op, OpKind, Prepare, PrepareAck, Talk
-from p2pkv.replication import Entry, Settings, Timing
 from p2pkv.types import BucketId, Member, NodeId
 from p2pkv.wire import Status
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from p2pkv.instructions import Entry
 from p2pkv.replicas import Committed
 from p2pkv.replicated import Op, OpKind
-from p2pkv.replication import Entry
 from p2pkv.types import BucketId
 
 from .audit import Auditor
