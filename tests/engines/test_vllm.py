@@ -6,7 +6,9 @@ its prompt that were not computed.
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,45 @@ def test_tensor_parallel_ranks_save_and_load_their_own_blocks(
             loaded = second.ask(prompts=[prompt(1)], tokens=TOKENS)
         assert loaded["cached"] == [whole()]
         assert loaded["tokens"] == computed["tokens"]
+
+
+# -- through other connectors
+
+
+def test_vllms_connector_for_mooncake_runs_on_p2pkv(
+    etcd: EtcdCluster, model: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "mode": "standalone-store", "global_segment_size": 0, "local_buffer_size": "16MB",
+        "protocol": "tcp", "metadata_server": "P2PHANDSHAKE", "master_server_address": "unused:1",
+    }  # fmt: skip
+    (tmp_path / "mooncake.json").write_text(json.dumps(settings))
+    with Cluster(2, etcd=etcd) as cluster:
+        option = {
+            "model": str(model),
+            "transfer": {"kv_connector": "MooncakeStoreConnector"},
+            "before": shim(cluster),
+            "environment": {"MOONCAKE_CONFIG_PATH": str(tmp_path / "mooncake.json")},
+        }
+        with engines(option) as (first,):
+            computed = ask(first, prompt(1))
+            assert computed["cached"] == [0]
+            with cluster.client(timeout=20.0) as kv:
+                wait_for(
+                    lambda: len(list(kv.scan_keys("mc/default/"))) >= whole() // BLOCK,
+                    "the blocks are not saved",
+                    SLOW_S,
+                )
+        with engines(option) as (second,):
+            loaded = ask(second, prompt(1))
+        assert loaded["cached"] == [whole()]
+        assert loaded["tokens"] == computed["tokens"]
+
+
+def shim(cluster: Cluster) -> list[str]:
+    """The command that stands before a program for Mooncake."""
+    where = [f"--etcd-endpoints={','.join(cluster.etcd.endpoints)}", f"--cluster={cluster.name}"]
+    return [sys.executable, "-m", "p2pkv.cli", "mooncake-shim", *where, "--"]
 
 
 # -- parts that need vLLM's packages and no engine

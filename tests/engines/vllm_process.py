@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,17 +26,23 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+_NONE: Mapping[str, str] = {}
 
 
 class Engine:
-    """One process. Give it up by ``close``."""
+    """One process. Give it up by ``close``.
 
-    def __init__(self, **options: Any) -> None:
+    ``before``: stands before its command. ``environment``: beside the usual one.
+    """
+
+    def __init__(
+        self, *, before: Sequence[str] = (), environment: Mapping[str, str] = _NONE, **options: Any
+    ) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the engine
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(options)],
+            [*before, sys.executable, str(HERE / "vllm_engine.py"), json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=os.environ | ENVIRONMENT,
+            env={**os.environ, **ENVIRONMENT, **environment},
         )  # fmt: skip
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._printed: list[str] = []
