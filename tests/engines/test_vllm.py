@@ -7,9 +7,14 @@ its prompt that were not computed.
 from __future__ import annotations
 
 import json
+import os
+import random
+import socket
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +46,16 @@ def whole(characters: int = 180) -> int:
     return characters // BLOCK * BLOCK
 
 
-def stored(cluster: Cluster) -> dict[bytes, int]:
+def stored(cluster: Cluster, prefix: str = "kv:") -> dict[bytes, int]:
     """Keys of blocks, and their sizes."""
     with cluster.client(timeout=20.0) as kv:
-        return dict(kv.scan_keys("kv:"))
+        return dict(kv.scan_keys(prefix))
 
 
-def wait_saved(cluster: Cluster, blocks: int) -> None:
-    wait_for(lambda: len(stored(cluster)) >= blocks, f"{blocks} blocks are not saved", SLOW_S)
+def wait_saved(cluster: Cluster, blocks: int, prefix: str = "kv:") -> None:
+    wait_for(
+        lambda: len(stored(cluster, prefix)) >= blocks, f"{blocks} blocks are not saved", SLOW_S
+    )
 
 
 def transfer(cluster: Cluster, role: str = "kv_both", **options: Any) -> dict[str, Any]:
@@ -323,16 +330,93 @@ def test_vllms_connector_for_mooncake_runs_on_p2pkv(
         with engines(option) as (first,):
             computed = ask(first, prompt(1))
             assert computed["cached"] == [0]
-            with cluster.client(timeout=20.0) as kv:
-                wait_for(
-                    lambda: len(list(kv.scan_keys("mc/default/"))) >= whole() // BLOCK,
-                    "the blocks are not saved",
-                    SLOW_S,
-                )
+            wait_saved(cluster, whole() // BLOCK, "mc/default/")
         with engines(option) as (second,):
             loaded = ask(second, prompt(1))
         assert loaded["cached"] == [whole()]
         assert loaded["tokens"] == computed["tokens"]
+
+
+def test_lmcaches_server_behind_vllm_finds_its_chunks_in_p2pkv(
+    etcd: EtcdCluster, model: Path, tmp_path: Path
+) -> None:
+    chunk = 64
+    with Cluster(2, etcd=etcd) as cluster:
+        for start in ("cold", "with a new engine and a new server"):
+            with lmcache_server(cluster, chunk, tmp_path / "log") as port:
+                where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+                option = {
+                    "model": str(model),
+                    "environment": LMCACHE,
+                    "transfer": {
+                        "kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": where,
+                    },
+                }  # fmt: skip
+                with engines(option) as (engine,):
+                    answer = ask(engine, prompt(1))
+                    wait_saved(cluster, whole() // chunk, "lmc-l2:")
+            if start == "cold":
+                assert answer["cached"] == [0]
+                computed = answer
+    assert answer["cached"] == [whole() // chunk * chunk]
+    assert answer["tokens"] == computed["tokens"]
+
+
+LMCACHE = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
+
+
+@contextmanager
+def lmcache_server(cluster: Cluster, chunk: int, log: Path) -> Iterator[int]:
+    """A server with p2pkv as its second level: its port."""
+    where = {
+        "etcd_endpoints": ",".join(cluster.etcd.endpoints), "cluster": cluster.name,
+        "cache": {"lookup_timeout_s": 5.0, "transfer_timeout_s": 5.0},
+    }  # fmt: skip
+    level2 = {
+        "type": "plugin", "module_path": "p2pkv.adapters.lmcache", "class_name": "P2PKVL2Adapter",
+        "adapter_params": where,
+    }  # fmt: skip
+    port, web, figures = free_ports(3)
+    command = [
+        str(Path(sys.executable).parent / "lmcache"), "server", f"--port={port}",
+        f"--http-port={web}", f"--prometheus-port={figures}", f"--chunk-size={chunk}",
+        "--l1-size-gb=0.25", "--eviction-policy=LRU", "--supported-transfer-mode=auto",
+        "--l2-adapter", json.dumps(level2),
+    ]  # fmt: skip
+    with log.open("w+") as out:
+        server = subprocess.Popen(command, env=os.environ | LMCACHE, stdout=out, stderr=out)
+        try:
+            wait_for(lambda: server.poll() is not None or answers(web), "no server", SLOW_S)
+            assert server.poll() is None, log.read_text()[-5000:]
+            yield port
+        finally:
+            server.terminate()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """LMCache's server wants to be told. Below the ephemeral ones, which its clients may get."""
+    free: list[int] = []
+    with ExitStack() as held:
+        for port in random.sample(range(12000, 20000), 100):
+            with suppress(OSError):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                free.append(port)
+            if len(free) == count:
+                return free
+    raise AssertionError("no free ports")
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def shim(cluster: Cluster) -> list[str]:

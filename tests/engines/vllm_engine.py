@@ -41,6 +41,21 @@ def engine(options: dict[str, Any]) -> Any:
     return LLM(**arguments)
 
 
+def make_llvmlite_plain() -> None:
+    """vLLM 0.32 on a CPU asks whatever loaded modules hold for its ``__dict__``. That of llvmlite,
+    which comes with LMCache, takes it for a function of its library."""
+    from llvmlite.binding import ffi
+
+    of_library = ffi._lib_wrapper.__getattr__
+
+    def attribute(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return of_library(self, name)
+
+    ffi._lib_wrapper.__getattr__ = attribute
+
+
 def delete_before_loading() -> None:
     """From now on every block is deleted between its lookup and its load."""
     from p2pkv.adapters.vllm.working import Working, _names
@@ -114,6 +129,8 @@ def main() -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not torch.cuda.is_available():
         torch.cuda.Event = DoneEvent  # type: ignore[assignment,misc]
+    if "LMCache" in options.get("transfer", {}).get("kv_connector", ""):
+        make_llvmlite_plain()
     llm = engine(options)
     say({})
     for line in sys.stdin:

@@ -46,7 +46,8 @@ class Engine:
         )  # fmt: skip
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._printed: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -97,7 +98,12 @@ class Engine:
                 self._process.wait(60)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        return self._process.wait(60)
+        code = self._process.wait(60)
+        self._listener.join(60)
+        assert self._process.stdout is not None
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            stream.close()
+        return code
 
 
 @contextmanager
