@@ -505,6 +505,7 @@ def test_an_engine_uses_what_another_process_computed(
 
     with cluster.client(timeout=20.0) as kv:
         for key, size in stored(cluster).items():
+            assert kv.delete(key)
             kv.put(key, bytes(size), write_once=True)
     third = Engine(model, cluster, interface_v1=zero_copy)
     third.close()
