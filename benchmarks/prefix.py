@@ -28,6 +28,7 @@ SEQUENCES, ROUNDS = 16, 15
 RATIO_MAX, MESSAGES_MAX = 1.5, 3
 PATIENT = CacheConfig(lookup_timeout_s=5.0, transfer_timeout_s=10.0)
 FINGERPRINT = Fingerprint(model="m", dtype="bfloat16", block_tokens=16, layout="page_first")
+SENT = ("requests_", "read_requests_")
 LOOKING = {"requests_stats_total", "requests_routes_total", "requests_refused_total"}
 """Requests that look at a node, such as those of this count."""
 Sequence = list[bytes]
@@ -50,7 +51,7 @@ def requests(kv: Client) -> dict[str, float]:
     """How many each node has had."""
     return {
         node: sum(n for name, n in stats.figures.items()
-                  if name.startswith("requests_") and name not in LOOKING)
+                  if name.startswith(SENT) and name not in LOOKING)
         for node, stats in kv.stats(timeout=10.0).items()
     }  # fmt: skip
 
