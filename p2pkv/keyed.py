@@ -122,7 +122,7 @@ def keyed(ctx: Context, op: Keyed, items: Sequence[int] | None = None) -> Operat
     if table is None or ctx.router.silent:
         table = yield from ctx.table()
     if not op.mutating:
-        ctx.hurry()
+        ctx.hurry(op.any_copy)
     run = _Run(op, ctx.limits, range(len(op.keys)) if items is None else items)
     while True:
         sent = run.requests(table)

@@ -170,7 +170,7 @@ class Operations:
         owner = table.owner(ring.bucket_of(key, table.bucket_count)) if table else None
         if owner is None:
             return None
-        ctx.hurry()
+        ctx.hurry(self.any_copy)
         body = wire.Get([key], checksums=self._reading)
         answer = yield from ctx.ask(Request(owner, Kind.GET, body))
         if isinstance(answer, Reply) and answer.kind == Kind.VALUES:

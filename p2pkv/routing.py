@@ -32,7 +32,10 @@ PATIENCE_FIRST_NS = 5 * SECOND_NS
 """So long an owner may be silent before the ring is looked at; doubled each time, since what is
 asked for may be large and the way slow."""
 PATIENCE_WITH_COPIES_NS = 1 * SECOND_NS
-"""The same for a read that another copy could answer."""
+"""The same where a copy could answer, or take over."""
+PATIENCE_PARTS = 3
+"""A read that a copy may answer gives its owner at most this part of the time that is left, so that
+the copy gets its chance."""
 ROUTES_PEERS_MAX = 3
 """Members that are asked for the ring before the seeds, or etcd, are."""
 
@@ -364,10 +367,14 @@ class Context:
         self.mismatch = ""
         """What a node of another cluster said when it was asked for the ring."""
 
-    def hurry(self) -> None:
-        """Somebody else could answer, so this one gets less time."""
-        if self.router.table is not None and self.router.table.backups:
-            self.patience = min(self.patience, PATIENCE_WITH_COPIES_NS)
+    def hurry(self, any_copy: bool) -> None:
+        """This one gets less time: somebody else could answer, now (``any_copy``) or soon."""
+        if self.router.table is None or not self.router.table.backups:
+            return
+        self.patience = min(self.patience, PATIENCE_WITH_COPIES_NS)
+        if any_copy:
+            left = max(0, self.deadline - self.clock())
+            self.patience = min(self.patience, left // PATIENCE_PARTS)
 
     def expired(self) -> bool:
         return self.clock() >= self.deadline

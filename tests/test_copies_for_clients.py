@@ -69,6 +69,27 @@ def test_an_owner_with_copies_has_a_second_to_answer(desk: Desk) -> None:
     assert script.effect.deadline_ns - desk.now == SECOND_NS
 
 
+def test_of_a_short_deadline_the_owner_gets_a_third_so_that_its_backup_has_a_chance(
+    desk: Desk,
+) -> None:
+    script = desk.start(desk.ops.batch_get([K0], 0.3))
+    assert isinstance(script.effect, Exchange)
+    assert script.effect.deadline_ns - desk.now == SECOND_NS // 10
+    desk.now = script.effect.deadline_ns
+    script.answer(LATE)
+    assert asked(script) == [(B, [K0])]
+    assert script.effect.deadline_ns > desk.now
+
+
+@pytest.mark.parametrize("mode", ["any", "primary"])
+def test_what_only_the_owner_may_answer_has_all_the_time_there_is(mode: str) -> None:
+    desk = Desk(ring(), read=mode)
+    read = desk.ops.batch_get([K0], 0.3) if mode == "primary" else desk.ops.batch_exists([K0], 0.3)
+    script = desk.start(read)
+    assert isinstance(script.effect, Exchange)
+    assert script.effect.deadline_ns - desk.now == round(0.3 * SECOND_NS)
+
+
 def test_of_a_batch_only_the_keys_of_the_lost_owner_go_to_its_backup(desk: Desk) -> None:
     script = desk.start(desk.ops.batch_get([K1, K0], None))
     by_owner = dict(asked(script))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ class Store:
         self.down = False
         self.late: list[Callable[[], None]] | None = None
         """If a list: answers wait there."""
+        self.slow = threading.Lock()
+        """Transfers wait for whoever holds it."""
 
     def submit_exists(
         self, keys: list[bytes], done: Callable[[list[Any]], None], *, request: str
@@ -54,6 +57,7 @@ class Store:
 
     def load(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[Any]:
         outcomes: list[Any] = []
+        self._wait()
         for key, row in zip(keys, rows, strict=True):
             value = None if self.down else self.values.get(key)
             if value is not None:
@@ -66,10 +70,15 @@ class Store:
         write_once: bool,
     ) -> list[Any]:  # fmt: skip
         assert write_once
+        self._wait()
         if self.down:
             return [Unreachable()] * len(keys)
         self.values |= {key: bytes(row) for key, row in zip(keys, rows, strict=True)}
         return [1] * len(keys)
+
+    def _wait(self) -> None:
+        assert self.slow.acquire(timeout=60)
+        self.slow.release()
 
 
 class Pool:
@@ -328,6 +337,17 @@ def test_saves_that_find_no_room_are_dropped_and_counted() -> None:
     assert bench.scheduling.take_dropped() == 0
 
 
+def test_what_is_held_stays_held_if_the_workers_are_told_again() -> None:
+    bench = Bench()
+    r = request(10)
+    bench.admit(r)
+    (save,) = bench.compute(r, 10)
+    bench.scheduling.begin(FINGERPRINT, [0], Pins(bench.pool, 1, 0.5))
+    assert bench.scheduling.busy
+    bench.scheduling.arrived((), {save.job: 1})
+    assert bench.pool.held[10] == 0
+
+
 def test_a_consumer_saves_nothing() -> None:
     bench = Bench(writes=False)
     r = request(10)
@@ -584,6 +604,17 @@ def test_a_worker_with_the_bytes_of_another_saves_nothing() -> None:
     done = worker.half.take_saved()
     assert done is not None
     assert done.counts == {7: 1}
+
+
+def test_an_engine_that_sleeps_waits_for_loads_and_saves() -> None:
+    for plan in (StepPlan(FINGERPRINT, [PLANNED], []), StepPlan(FINGERPRINT, [], [PLANNED])):
+        store = Store()
+        worker = Worker(store, VALUES)
+        with store.slow:
+            worker.half.start_loads(plan)
+            worker.half.start_saves(plan)
+            assert not worker.half.settle(0.05)
+        assert worker.half.settle(10)
 
 
 def test_a_worker_that_is_closed_ends_what_comes_at_once() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Annotated, Any, Self
@@ -355,7 +356,8 @@ class Cache:
             self._history.note([_name(key) for key in keys], note)
 
     def why_miss(self, key: Key) -> WhyMiss:
-        """Why a key is not there. Asks its owner, within ``lookup_timeout_s``.
+        """Why a key is not there. Asks its owner within ``lookup_timeout_s``, and then for the ring
+        within as much.
 
         What this process did with a key is known for the last ``history_keys_max`` keys. What
         other processes did is not: a key that one of them deleted counts as evicted.
@@ -369,6 +371,8 @@ class Cache:
             return WhyMiss(Reason.UNREACHABLE, f"{type(there).__name__}: {there}")
         if there:
             return WhyMiss(Reason.PRESENT, "it is there now")
+        with suppress(P2PKVError):  # a new owner's index may answer before the ring tells of it
+            self.client.stats(timeout=timeout)
         (place,) = self.client.locate([key])
         generation = place.generation if place is not None else -1
         with self._lock:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_pages import HEADS, PAGE, PAGES, hashes, host_pool
 
 from p2pkv.etcd_server import EtcdCluster
 from p2pkv.testing.cluster import Cluster, wait_for
@@ -29,8 +30,6 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 STAND_INS = HERE / "sglang_cpu"
-LAYERS, HEADS, WIDTH, PAGE, TOKENS = 2, 4, 16, 16, 512
-PAGES = 24
 PATIENCE = {"lookup_timeout_s": 2.0, "transfer_timeout_s": 5.0}
 LAYOUTS = ["page_first", "layer_first", "page_first_direct", "page_head"]
 
@@ -57,35 +56,6 @@ def cluster() -> Iterator[Cluster]:
 def _emptied(cluster: Cluster) -> None:
     with cluster.client(timeout=20.0) as kv:
         kv.delete_range("")
-
-
-def host_pool(layout: str = "page_first", dtype: Any = None, heads: int = HEADS) -> Any:
-    """SGLang's own host pool of keys and values, over device layers in host memory."""
-    import torch
-    from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-
-    dtype = dtype or torch.float32
-
-    def layers() -> tuple[Any, ...]:
-        shape = (TOKENS + PAGE, heads, WIDTH)
-        return tuple(torch.zeros(shape, dtype=dtype) for _ in range(LAYERS))
-
-    def addresses(tensors: Any) -> Any:
-        return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
-
-    k, v = layers(), layers()
-    buffers = KVBuffers(
-        k=k, v=v, k_data_ptrs=addresses(k), v_data_ptrs=addresses(v), layout=KVBufferLayout.NHD
-    )
-    info = MHABufferInfo(
-        buffers=buffers, page_size=PAGE, head_num=heads, head_dim=WIDTH, v_head_dim=WIDTH,
-        dtype=dtype, device=torch.device("cpu"),
-    )  # fmt: skip
-    return MHATokenToKVPoolHost(
-        info, 1.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=TOKENS,
-        start_layer=0, end_layer=LAYERS,
-    )  # fmt: skip
 
 
 class Rank:
@@ -144,14 +114,6 @@ def ranks(cluster: Cluster) -> Iterator[Any]:
     yield make
     for rank in made:
         rank.close()
-
-
-def hashes(count: int = PAGES, start: int = 0) -> list[str]:
-    """As SGLang makes them: chained SHA-256 over pages of tokens."""
-    from sglang.srt.mem_cache.utils import get_hash_str
-
-    whole: Any = get_hash_str(list(range(count * PAGE)), None, page_size=PAGE)
-    return list(whole[start:])
 
 
 def equal(mine: list[Any], theirs: list[Any]) -> list[bool]:
@@ -425,6 +387,39 @@ def test_the_statistics_are_those_that_sglang_collects(ranks: Any) -> None:
     assert rank.storage.get_stats().backup_pgs == []
 
 
+# -- SGLang's own backend for Mooncake
+
+
+def test_sglangs_backend_for_mooncake_runs_on_p2pkv(cluster: Cluster) -> None:
+    assert through_mooncake(cluster, "store") == {"before": 0, "done": PAGES}
+    assert through_mooncake(cluster, "load") == {"before": PAGES, "done": PAGES, "equal": True}
+    with cluster.client(timeout=20.0) as kv:
+        assert len(list(kv.scan_keys("mc/default/tiny_"))) == 2 * PAGES, "keys and values"
+
+
+def through_mooncake(cluster: Cluster, mode: str) -> dict[str, Any]:
+    """What a process said that stored pages by SGLang's own backend, or loaded them."""
+    where = [f"--etcd-endpoints={','.join(cluster.etcd.endpoints)}", f"--cluster={cluster.name}"]
+    program = [sys.executable, str(HERE / "sglang_pages.py"), mode]
+    done = subprocess.run(
+        [sys.executable, "-m", "p2pkv.cli", "mooncake-shim", *where, "--", *program],
+        env={**os.environ, **PATIENT, "PYTHONPATH": with_stand_ins()},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    assert len(said) == 1, (done.stdout + done.stderr)[-5000:]
+    answer: dict[str, Any] = json.loads(said[0].removeprefix("SAID "))
+    return answer
+
+
+PATIENT = {"P2PKV_LOOKUP_TIMEOUT_S": "2", "P2PKV_TRANSFER_TIMEOUT_S": "5"}
+
+
+def with_stand_ins() -> str:
+    """PYTHONPATH for a process that is to do without a GPU."""
+    return os.pathsep.join([str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 # -- the engine
 
 
@@ -448,11 +443,10 @@ class Engine:
                 "hicache_storage_prefetch_policy": "wait_complete",
                 "hicache_storage_backend_extra_config": json.dumps(extra),
             }  # fmt: skip
-        paths = [str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "sglang_engine.py"), str(model), json.dumps(arguments)],
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, **environment, "PYTHONPATH": with_stand_ins()},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.said: list[dict[str, Any]] = []
@@ -505,6 +499,7 @@ def test_an_engine_uses_what_another_process_computed(
 
     with cluster.client(timeout=20.0) as kv:
         for key, size in stored(cluster).items():
+            assert kv.delete(key)
             kv.put(key, bytes(size), write_once=True)
     third = Engine(model, cluster, interface_v1=zero_copy)
     third.close()

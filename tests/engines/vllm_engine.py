@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 MARK = "ANSWER "
 BLOCK_TOKENS = 32
 
@@ -29,14 +31,29 @@ def engine(options: dict[str, Any]) -> Any:
     if arguments["tensor_parallel_size"] == 1:
         arguments["distributed_executor_backend"] = "uni"
     if transfer := options.get("transfer"):
+        ours = {"kv_connector": "P2PKVConnector", "kv_connector_module_path": "p2pkv.adapters.vllm"}
         arguments["kv_transfer_config"] = {
-            "kv_connector": "P2PKVConnector",
-            "kv_connector_module_path": "p2pkv.adapters.vllm",
+            **({} if "kv_connector" in transfer else ours),
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             **transfer,
         }
     return LLM(**arguments)
+
+
+def make_llvmlite_plain() -> None:
+    """vLLM 0.32 on a CPU asks whatever loaded modules hold for its ``__dict__``. That of llvmlite,
+    which comes with LMCache, takes it for a function of its library."""
+    from llvmlite.binding import ffi
+
+    of_library = ffi._lib_wrapper.__getattr__
+
+    def attribute(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return of_library(self, name)
+
+    ffi._lib_wrapper.__getattr__ = attribute
 
 
 def delete_before_loading() -> None:
@@ -53,6 +70,17 @@ def delete_before_loading() -> None:
         start(self, plan)
 
     Working.start_loads = deleted
+
+
+class DoneEvent:
+    """Stands in for CUDA's, which Mooncake's connector wants on a CPU too: there a step has ended
+    when its call returns."""
+
+    def record(self) -> None:
+        """At once."""
+
+    def synchronize(self) -> None:
+        """At once."""
 
 
 def generate(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +127,10 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     if options.get("ranks", 1) == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not torch.cuda.is_available():
+        torch.cuda.Event = DoneEvent  # type: ignore[assignment,misc]
+    if "LMCache" in options.get("transfer", {}).get("kv_connector", ""):
+        make_llvmlite_plain()
     llm = engine(options)
     say({})
     for line in sys.stdin:

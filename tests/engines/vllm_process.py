@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,21 +26,28 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+_NONE: Mapping[str, str] = {}
 
 
 class Engine:
-    """One process. Give it up by ``close``."""
+    """One process. Give it up by ``close``.
 
-    def __init__(self, **options: Any) -> None:
+    ``before``: stands before its command. ``environment``: beside the usual one.
+    """
+
+    def __init__(
+        self, *, before: Sequence[str] = (), environment: Mapping[str, str] = _NONE, **options: Any
+    ) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the engine
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(options)],
+            [*before, sys.executable, str(HERE / "vllm_engine.py"), json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=os.environ | ENVIRONMENT,
+            env={**os.environ, **ENVIRONMENT, **environment},
         )  # fmt: skip
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._printed: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -91,7 +98,12 @@ class Engine:
                 self._process.wait(60)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        return self._process.wait(60)
+        code = self._process.wait(60)
+        self._listener.join(60)
+        assert self._process.stdout is not None
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            stream.close()
+        return code
 
 
 @contextmanager

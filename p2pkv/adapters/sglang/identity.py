@@ -43,13 +43,11 @@ def page_keys(config: Any, facts: PoolFacts, naming: Naming, pieces: int = 1) ->
     that engines with another tensor parallelism find theirs; then there are as many keys.
     Raises ConfigError.
     """
-    model = naming.model or config.model_name
-    if not model:
-        raise ConfigError("model: SGLang gives no name of the model, so it must be given")
+    model = model_name(config, naming)
     ranks, rank = tensor_rank(config, facts)
     context = config.attn_cp_size * config.dcp_size
     fingerprint = Fingerprint(
-        model=str(model)[:512],
+        model=model,
         dtype=facts.dtype,
         block_tokens=facts.page_tokens,
         layout=f"sglang/{facts.layout}",
@@ -68,6 +66,14 @@ def page_keys(config: Any, facts: PoolFacts, naming: Naming, pieces: int = 1) ->
     first = (outer * ranks + rank) * pieces
     group = naming.blocks_per_group if facts.name == KV else 1
     return [BlockKeys(fingerprint, first + i, group) for i in range(pieces)]
+
+
+def model_name(config: Any, naming: Naming) -> str:
+    """Raises ConfigError."""
+    model = naming.model or config.model_name
+    if not model:
+        raise ConfigError("model: SGLang gives no name of the model, so it must be given")
+    return str(model)[:512]
 
 
 def tensor_rank(config: Any, facts: PoolFacts) -> tuple[int, int]:
@@ -105,4 +111,6 @@ def names(keys: Sequence[BlockKeys], pages: Sequence[str], before: Sequence[str]
     return [name for row in zip(*columns, strict=True) for name in row]
 
 
-__all__ = ["KV", "Naming", "PoolFacts", "names", "page_hash", "page_keys", "tensor_rank"]
+__all__ = [
+    "KV", "Naming", "PoolFacts", "model_name", "names", "page_hash", "page_keys", "tensor_rank",
+]  # fmt: skip

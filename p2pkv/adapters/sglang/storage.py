@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 from p2pkv.adapters.cache import Cache, size_of
 from p2pkv.adapters.notices import Notices
 from p2pkv.adapters.sglang import hits
-from p2pkv.adapters.sglang.identity import KV, Naming, names, page_keys
+from p2pkv.adapters.sglang.identity import KV, Naming, model_name, names, page_keys
 from p2pkv.adapters.sglang.options import read
 from p2pkv.adapters.sglang.pages import Pages, as_buffer, buffers, pages_of
 from p2pkv.adapters.sglang.tally import Tally
@@ -50,6 +50,7 @@ class P2PKVStorage(HiCacheStorage):  # type: ignore[misc]
         self._options, self._direct = read(storage_config.extra_config or {})
         options = self._options
         self._naming = Naming(options.model, options.namespace, options.blocks_per_group)
+        model_name(storage_config, self._naming)  # before there is anything to be closed again
         self._pools: dict[str, Pool] = {}
         self._memory: set[tuple[int, int]] = set()
         self._counts_only = False

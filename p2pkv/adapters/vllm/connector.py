@@ -38,6 +38,9 @@ from p2pkv.errors import ConfigError, P2PKVError
 
 log = logging.getLogger(LOG)
 
+SETTLE_TIMEOUT_S = 30.0
+"""Every transfer has a shorter deadline of its own."""
+
 
 class Plan(KVConnectorMetadata):
     """A step's plan on its way to the workers."""
@@ -189,6 +192,14 @@ class P2PKVConnector(KVConnectorBase_V1, SupportsHMA):
         if pages.device.type == "cpu":
             facts.append(f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}")
         return ",".join(facts)
+
+    def unregister_kv_caches(self) -> None:
+        """Before the engine sleeps (vLLM 0.33): nothing touches its memory from here on."""
+        if self._working is not None and not self._working.settle(SETTLE_TIMEOUT_S):
+            log.warning("transfers are under way %s s after vLLM went to sleep", SETTLE_TIMEOUT_S)
+
+    def restore_kv_caches(self) -> None:
+        """Nothing: the memory is where it was, and what is saved of it lies in host memory."""
 
     def get_handshake_metadata(self) -> Handshake | None:
         return Handshake(self._facts) if self._facts is not None else None

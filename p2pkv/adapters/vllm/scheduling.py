@@ -103,7 +103,12 @@ class Scheduling:
         """Is told of requests whose producer has another fingerprint."""
 
     def begin(self, fingerprint: Fingerprint, ranks: Iterable[int], pins: Pins) -> None:
-        """Everything is known: from now on blocks are loaded and saved."""
+        """Everything is known: from now on blocks are loaded and saved.
+
+        Told again, as after a sleep of the engine, it changes nothing: blocks may be held.
+        """
+        if self._pins is not None:
+            return
         group = self._options.blocks_per_group
         self._keys = [BlockKeys(fingerprint, rank, group) for rank in sorted(set(ranks))]
         self._fingerprint = fingerprint

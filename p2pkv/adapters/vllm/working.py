@@ -227,6 +227,11 @@ class Working:
         """Wait until no save is under way; whether that was reached."""
         return self._saves.idle(timeout_s)
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until nothing touches the engine's memory; whether that was reached."""
+        end = time.monotonic() + timeout_s
+        return self._loads.idle(timeout_s) and self._saves.idle(max(0.0, end - time.monotonic()))
+
     def close(self, timeout_s: float) -> None:
         """Let saves end, drop what is left."""
         end = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's kernels: every name, in every submodule, is a function that fails.
+"""Stands in for SGLang's kernels: every name in every submodule is something that fails if called.
 
 SGLang imports dozens of them; on a CPU with ``attention_backend="torch_native"`` it calls none.
 """
@@ -9,34 +9,41 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 __version__ = "0.4.10"
 __path__: list[str] = []
 
 
-def missing(name: str) -> Callable[..., Any]:
-    def kernel(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{name}: there is no such kernel on this machine")
+class Missing:
+    """A kernel, or an object that has some, such as ``scalar_types``."""
 
-    kernel.__name__ = name.rpartition(".")[2]
-    return kernel
+    def __init__(self, name: str) -> None:
+        self.__name__ = name.rpartition(".")[2]
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{self._name}: there is no such kernel on this machine")
+
+    def __getattr__(self, name: str) -> Any:
+        return missing(f"{self._name}.{name}", name)
+
+
+def missing(path: str, name: str) -> Missing:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Missing(path)
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return missing(name)
+    return missing(name, name)
 
 
 class Submodule(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012 - what makes a module a package
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return missing(f"{self.__name__}.{name}")
+        return missing(f"{self.__name__}.{name}", name)
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
