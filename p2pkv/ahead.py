@@ -29,13 +29,16 @@ SHARE_MAX = 16
 class Ahead:
     """The room of one connection, as its client knows it."""
 
-    __slots__ = ("arena", "needed", "size", "start")
+    __slots__ = ("arena", "busy", "needed", "size", "start")
 
     def __init__(self, arena: SharedArena) -> None:
         self.arena = arena
         self.start = self.size = 0
         self.needed = 0
         """What the last put needed."""
+        self.busy = False
+        """Whether a put has asked for room, or filled it, and the answer is not there yet. The
+        others go without: the node takes the room back when it is asked for another."""
 
     def take(self, room: tuple[int, int]) -> None:
         """The room from here on. One that is not within the arena is none."""
@@ -45,7 +48,7 @@ class Ahead:
 
     def put(self, request: Request) -> Filling | None:
         """The put, if it is one of those that go this way; to be tried once for each sending."""
-        if request.kind != Kind.PUT or request.unsure or request.source is not None:
+        if self.busy or request.kind != Kind.PUT or request.unsure or request.source is not None:
             return None
         body: Any = request.body
         total = sum(body.sizes)

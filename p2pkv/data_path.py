@@ -274,6 +274,7 @@ class DataExchange:
         """Write to the room that is there, or ask for some."""
         ahead = path.ahead
         assert ahead is not None
+        ahead.busy = True
         if filling.needed <= ahead.size:
             call.filling, call.filled = None, True
             message = filling.write(ahead, path.session)
@@ -333,8 +334,9 @@ class DataExchange:
         return path.link.receive(deadline_ns, sinks.get)
 
     def _take(self, path: DataPath, call: _Call, reply: Reply, deadline_ns: int) -> None:
-        if path.ahead and call.filled and reply.kind == Kind.STATUSES:
-            path.ahead.take(reply.body.room)
+        if path.ahead and (call.filled or call.filling):
+            path.ahead.busy = False
+            path.ahead.take(reply.body.room if reply.kind == Kind.STATUSES else (0, 0))
         if reply.kind == Kind.ERROR and reply.body.fault == wire.Fault.NO_SESSION:
             self.forgotten.add(path)
             if not call.request.unsure:
@@ -343,7 +345,7 @@ class DataExchange:
         elif reply.kind == Kind.ALLOCATED and call.request.kind == Kind.PUT:
             self._fill(path, call, reply, deadline_ns)
         elif call.filling is not None:
-            self._take_room(path, call, call.filling, reply, deadline_ns)
+            self._take_room(path, call, call.filling, deadline_ns)
         elif reply.kind == Kind.STATUSES and call.put is not None:
             self.answers[call.index] = call.put.reply(reply)
         elif reply.kind == Kind.VALUES and isinstance(path.arena, RemoteArena):
@@ -357,14 +359,10 @@ class DataExchange:
         else:
             self.answers[call.index] = reply
 
-    def _take_room(
-        self, path: DataPath, call: _Call, filling: Filling, reply: Reply, deadline_ns: int
-    ) -> None:
+    def _take_room(self, path: DataPath, call: _Call, filling: Filling, deadline_ns: int) -> None:
         """Write to the room that was given; if it is none, ask for each extent."""
         assert path.ahead is not None
         call.filling = None
-        if reply.kind == Kind.STATUSES:
-            path.ahead.take(reply.body.room)
         if filling.needed <= path.ahead.size:
             self._send_ahead(path, call, filling, deadline_ns)
         else:

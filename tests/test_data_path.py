@@ -376,6 +376,17 @@ async def test_puts_of_all_sizes_one_after_the_other_are_all_right(caller: Calle
     assert caller.node.store.stats().allocated == 0
 
 
+async def test_of_puts_that_leave_together_one_has_the_room(caller: Caller) -> None:
+    """A second one that asked for room would end the first one's, which is being written to."""
+    for turn in range(6):
+        values = {b"%d" % i: os.urandom(50_000 + 10_000 * turn) for i in range(5)}
+        answers = await caller.ask(*(put_of({key: value}) for key, value in values.items()))
+        assert [a.body.statuses for a in answers] == [b""] * 5
+        assert caller.node.host.get(*values) == list(values.values())
+    assert served(caller.node, Kind.FILLED) > 0
+    assert caller.node.store.stats().allocated == 0
+
+
 async def test_a_client_that_gets_no_room_asks_for_extents(caller: Caller) -> None:
     store = caller.node.store
     others = [store.open_room(store.arena.size // ROOM_SHARE, 1) for _ in range(ROOM_SHARE)]

@@ -171,7 +171,7 @@ async def test_the_figures_are_named_by_unit_and_tell_what_was_done(etcd: EtcdCl
     counts |= {"members_suspected", "members_dead", "members_left", "gossip_awareness"}
     counts |= {"buckets_backed_up", "buckets_served", "buckets_waiting", "buckets_copying"}
     counts |= {"index_slots", "index_objects", "index_refused_objects", "read_connections"}
-    counts |= {"ucx_clients", "copies_missing"}
+    counts |= {"ucx_clients", "copies_missing", "values_staged"}
     units = ("_total", "_s", "_bytes", "_ratio", "_owned", "_moving", "_learning")
     unnamed = [n for n in stats.figures if n not in counts and not n.endswith(units)]
     assert unnamed == [], unnamed
