@@ -22,6 +22,8 @@ AHEAD_MIN = 2 << 10
 """Puts of fewer bytes travel with their message, which is as fast."""
 AHEAD_MAX = 16 << 20
 """For puts of more bytes a round trip is nothing, but room that nobody uses is much."""
+PASSES = 64
+"""So many puts go without after the node gave no room."""
 SHARE_MAX = 16
 """The node gives at most one part in so many of its arena."""
 
@@ -29,7 +31,7 @@ SHARE_MAX = 16
 class Ahead:
     """The room of one connection, as its client knows it."""
 
-    __slots__ = ("arena", "busy", "needed", "size", "start")
+    __slots__ = ("arena", "busy", "needed", "passes", "size", "start")
 
     def __init__(self, arena: SharedArena) -> None:
         self.arena = arena
@@ -39,6 +41,8 @@ class Ahead:
         self.busy = False
         """Whether a put has asked for room, or filled it, and the answer is not there yet. The
         others go without: the node takes the room back when it is asked for another."""
+        self.passes = 0
+        """So many puts more do not ask for room."""
 
     def take(self, room: tuple[int, int]) -> None:
         """The room from here on. One that is not within the arena is none."""
@@ -51,12 +55,23 @@ class Ahead:
         if self.busy or request.kind != Kind.PUT or request.unsure or request.source is not None:
             return None
         body: Any = request.body
-        total = sum(body.sizes)
-        if not AHEAD_MIN <= total <= min(AHEAD_MAX, self.arena.size // SHARE_MAX):
+        if not AHEAD_MIN <= sum(body.sizes) <= AHEAD_MAX:
             return None
         filling = Filling(request, sum(extents_bytes(body.sizes)), self.needed)
+        if filling.needed > self.arena.size // SHARE_MAX:
+            return None
         self.needed = filling.needed
-        return filling if filling.needed <= max(self.size, filling.wanted) else None
+        return filling if filling.needed <= self.size or self._may_ask(filling) else None
+
+    def _may_ask(self, filling: Filling) -> bool:
+        if self.passes:
+            self.passes -= 1
+            return False
+        return filling.needed <= filling.wanted
+
+    def refused(self) -> None:
+        """The node gave no room: it is not asked again for a while."""
+        self.passes = PASSES
 
 
 class Filling:

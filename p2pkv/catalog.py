@@ -277,6 +277,16 @@ class Catalog:
                     return self.extents.take_one(length)
         return offset
 
+    def _extent_if_cheap(self, length: int, now: int) -> int | None:
+        """An offset, if there is one once so many bytes are free, wherever they are."""
+        offset = self.extents.take_one(length)
+        if offset is None:
+            self.extents.reap()
+            self.expire_due(now, EXPIRE_STEP)
+            self._evict(bytes_=length - self.extents.allocator.free_bytes)
+            offset = self.extents.take_one(length)
+        return offset
+
     def _evict(self, bytes_: int = 0, metadata_bytes: int = 0) -> None:
         """Gives up objects until so much of both came free, or there is nothing left to evict.
 

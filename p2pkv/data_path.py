@@ -21,7 +21,7 @@ from p2pkv.read_link import ReadLink, kind_of
 from p2pkv.remote_memory import RemotePut, RemoteValues
 from p2pkv.routing import Answer, Lost, Reply, Request
 from p2pkv.shared_memory import LocatedValues, SharedArena, SharedPut, message_for
-from p2pkv.stream import Closed, DataLink, Late
+from p2pkv.stream import Closed, DataLink, Late, wait_for_ever
 from p2pkv.transport import ClientSession
 from p2pkv.ucx_client import FAILURES, RemoteArena
 from p2pkv.ucx_peers import TransferTimeout
@@ -62,6 +62,8 @@ class DataPath:
         self.arena: SharedArena | RemoteArena | None = None
         if shared and welcome.arena:
             self.arena = SharedArena.open(*welcome.arena, index=welcome.index)
+        if self.arena is not None:
+            wait_for_ever(self.link.socket)
         self.ahead = Ahead(self.arena) if isinstance(self.arena, SharedArena) else None
         """The room that we have in memory that is shared."""
         self.session = session
@@ -366,6 +368,7 @@ class DataExchange:
         if filling.needed <= path.ahead.size:
             self._send_ahead(path, call, filling, deadline_ns)
         else:
+            path.ahead.refused()
             self._waiting.setdefault(path, {})
             self._send_alone(path, call, deadline_ns)
 

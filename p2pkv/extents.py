@@ -99,8 +99,10 @@ class Extents:
     def carve(self, room: Room, lengths: Sequence[int]) -> list[int]:
         """Offsets of values in extents of ``lengths`` bytes from the start of the room.
 
-        Raises ValueError if it is too small.
+        Raises ValueError if it is too small, or was closed.
         """
+        if room not in self.rooms:
+            raise ValueError("the room was closed")
         starts = self.allocator.split(room.start, lengths)
         room.start += sum(lengths)
         if room.start == room.end:

@@ -51,8 +51,9 @@ class Rooms:
 
     def _replace(self, shared: Shared, size: int, now: int) -> None:
         """The client, which has just written to it for the last time, wants another room."""
-        if shared.room is not None:
-            self._store.close_room(shared.room)
+        room, shared.room = shared.room, None
+        if room is not None:
+            self._store.close_room(room)
         shared.room = self._store.open_room(size, now)
 
     def _filled(

@@ -388,16 +388,18 @@ class Store(Catalog):
     def open_room(self, length: int, now: int) -> Room | None:
         """Memory for values that are not named yet, ``length`` bytes with their headers, or more.
 
-        Evicts what is in the way. None: the rooms would take more than their share of the arena,
-        or there is no such extent. To be ended with ``close_room``.
+        Evicts no more than as many bytes. None: the rooms would take more than their share of the
+        arena, or there is no such extent. To be ended with ``close_room``.
         """
         most = self.extents.allocator.size // ROOM_SHARE
         if not 0 < length <= most:
             return None
-        length *= max(1, min(ROOM_PUTS, ROOM_BYTES // length, most // length))
-        if self.extents.rooms_bytes + length > self.extents.allocator.size // ROOMS_SHARE:
+        several = length * max(1, min(ROOM_PUTS, ROOM_BYTES // length, most // length))
+        if self.extents.rooms_bytes + several > self.extents.allocator.size // ROOMS_SHARE:
             return None
-        (offset,) = self._extents_for([round_up(length)], now)
+        offset = self._extent_if_cheap(round_up(several), now)
+        if offset is None and several > length:
+            offset = self._extent_if_cheap(round_up(length), now)
         return None if offset is None else self.extents.open_room(offset)
 
     def carve(self, room: Room, sizes: Sequence[int]) -> list[int]:

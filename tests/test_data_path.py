@@ -14,7 +14,7 @@ from dataside import PEER, DataNode, TcpPeer, Wire, new_seed, until
 from nodeside import KIB, MIB, PLAIN, S
 
 from p2pkv import ring, wire
-from p2pkv.ahead import AHEAD_MIN, Ahead
+from p2pkv.ahead import AHEAD_MIN, PASSES, Ahead
 from p2pkv.arena import Arena
 from p2pkv.checksums import checksums_of
 from p2pkv.clock import monotonic
@@ -396,6 +396,21 @@ async def test_a_client_that_gets_no_room_asks_for_extents(caller: Caller) -> No
     assert caller.node.host.get(b"k") == [bytes([2]) * MIB]
     kinds = [served(caller.node, kind) for kind in (Kind.FILLED, Kind.ALLOC, Kind.COMMIT)]
     assert kinds == [0, 3, 3]
+
+
+async def test_a_client_that_got_no_room_does_not_ask_with_every_put(caller: Caller) -> None:
+    store = caller.node.store
+    for _ in range(ROOM_SHARE):
+        store.open_room(store.arena.size // ROOM_SHARE, 1)
+    for _ in range(PASSES):
+        await caller.put({b"k": bytes(AHEAD_MIN)})
+    assert served(caller.node, Kind.LEASE) == 1
+    for room in list(store.extents.rooms):
+        store.close_room(room)
+    for _ in range(4):
+        await caller.put({b"k": bytes(AHEAD_MIN)})
+    assert served(caller.node, Kind.LEASE) == 2
+    assert served(caller.node, Kind.FILLED) > 0
 
 
 async def test_room_that_a_client_has_is_free_when_its_connection_closes(node: DataNode) -> None:

@@ -15,7 +15,7 @@ from p2pkv.arena import Arena
 from p2pkv.checksums import checksums_of
 from p2pkv.objects import HEADER_BYTES, extent_bytes, extents_bytes
 from p2pkv.sessions import Deferred, Shared
-from p2pkv.store import ROOM_PUTS, ROOM_SHARE, ROOMS_SHARE
+from p2pkv.store import ROOM_BYTES, ROOM_PUTS, ROOM_SHARE, ROOMS_SHARE
 from p2pkv.store_audit import audit
 from p2pkv.wire import Checksums, Kind, PutOptions, Status
 
@@ -282,6 +282,24 @@ def test_room_is_made_by_evicting(client: Client, host: Host) -> None:
         host.put({b"%d" % i: bytes(64 * KIB)})
     assert client.lease(ROOM) == ROOM
     assert client.put({b"a": b"1" * 1000}) == []
+
+
+@pytest.mark.parametrize("size", [4 * KIB, 64 * KIB])
+def test_a_room_evicts_no_more_than_as_many_bytes(client: Client, host: Host, size: int) -> None:
+    """However the oldest objects are scattered."""
+    seed = time.time_ns() & 0xFFFF_FFFF
+    print(f"seed = {seed}")
+    keys = [b"%d" % i for i in range(host.store.arena.size // size)]
+    for key in keys:
+        host.put({key: bytes(size)})
+    random.Random(seed).shuffle(keys)
+    for key in keys:
+        host.get(key)
+    before = host.store.stats().objects
+    (needed,) = extents_bytes([size])
+    room = client.lease(needed)
+    assert room == 0 or room >= needed
+    assert before - host.store.stats().objects <= ROOM_BYTES // size + 1
 
 
 def test_nobody_else_is_given_what_clients_may_be_writing_to() -> None:
