@@ -107,7 +107,10 @@ class WorkerProcess:
         return line
 
     def close(self) -> None:
+        """Nothing if that was done."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
         try:
             self.ask("close")
             self._process.stdin.close()
