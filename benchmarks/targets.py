@@ -28,7 +28,7 @@ class Rows:
         self._rows = {
             (r["workload"], r["size_bytes"], r["keys"], r["store"]): r
             for r in rows
-            if r["clients"] == 1
+            if r["clients"] == 1 and r.get("part") != "clients"  # there they are to be compared
         }
 
     def rate(self, workload: str, size: int, keys: int, store: str) -> float | None:
